@@ -1,0 +1,281 @@
+// The Python face of the native code. Addresses come in as integers from ctypes, wrapped once.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <stdexcept>
+
+#include "core/logits.hpp"
+#include "core/tree_layout.hpp"
+#include "llama/decode_step.hpp"
+#include "llama/embedding_table.hpp"
+#include "llama/sampler.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using Ints = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+template <typename T, typename... Shape> auto new_array(Shape... shape) {
+    std::size_t size = 1;
+    ((size *= static_cast<std::size_t>(shape)), ...);
+    auto *data = new T[size == 0 ? 1 : size];
+    nb::capsule owner(data, [](void *p) noexcept { delete[] static_cast<T *>(p); });
+    return nb::ndarray<nb::numpy, T, nb::ndim<sizeof...(Shape)>, nb::c_contig>(
+        data, {static_cast<std::size_t>(shape)...}, owner);
+}
+
+std::int32_t length(const Ints &array) { return static_cast<std::int32_t>(array.shape(0)); }
+
+auto embedding_rows(const esp::EmbeddingTable &table, const Ints &ids) {
+    auto out = new_array<float>(ids.shape(0), table.n_embd());
+    for (std::size_t i = 0; i < ids.shape(0); ++i) {
+        table.row(ids(i), out.data() + i * static_cast<std::size_t>(table.n_embd()));
+        table.release();
+    }
+    return out;
+}
+
+auto embedding_moments(const esp::EmbeddingTable &table) {
+    auto mean = new_array<float>(table.n_embd());
+    auto std = new_array<float>(table.n_embd());
+    {
+        nb::gil_scoped_release release;
+        table.moments(mean.data(), std.data());
+    }
+    return nb::make_tuple(mean, std);
+}
+
+int run(esp::DecodeStep &step, const esp::TreeLayout &layout, const Ints &tokens, const Ints &refeed,
+        const std::optional<Matrix> &masks, const std::optional<Ints> &mask_index, std::int32_t pad_rows, bool by_id) {
+    if (length(tokens) != layout.n_nodes) {
+        throw std::invalid_argument("the pass needs one token per node");
+    }
+    const std::int32_t n_masks = layout.n_rows() - layout.n_nodes;
+    esp::DecodeStep::Input input;
+    input.layout = &layout;
+    input.tokens = tokens.data();
+    input.refeed = refeed.data();
+    input.n_refeed = length(refeed);
+    input.pad_rows = pad_rows;
+    input.kind = by_id ? esp::InputKind::ids : esp::InputKind::embeddings;
+    if (n_masks > 0) {
+        if (!masks || !mask_index || length(*mask_index) != n_masks ||
+            static_cast<std::int64_t>(masks->shape(1)) != step.n_embd()) {
+            throw std::invalid_argument("mask vectors of the model's width and one index per mask row are required");
+        }
+        input.mask_vectors = masks->data();
+        input.mask_index = mask_index->data();
+        input.n_mask_vectors = static_cast<std::int32_t>(masks->shape(0));
+    }
+    nb::gil_scoped_release release;
+    return step.run(input);
+}
+
+auto top_k(const esp::DecodeStep &step, const Ints &rows, std::int32_t k) {
+    if (k < 1 || k > step.n_vocab()) {
+        throw std::invalid_argument("top_k needs 1 <= k <= n_vocab");
+    }
+    auto ids = new_array<std::int32_t>(rows.shape(0), k);
+    auto logprobs = new_array<float>(rows.shape(0), k);
+    const auto n = static_cast<std::size_t>(step.n_vocab());
+    const auto width = static_cast<std::size_t>(k);
+    for (std::size_t i = 0; i < rows.shape(0); ++i) {
+        const float *logits = step.logits(rows(i));
+        float *values = logprobs.data() + i * width;
+        esp::top_k(logits, n, width, ids.data() + i * width, values);
+        const auto total = static_cast<float>(esp::log_sum_exp(logits, n));
+        for (std::size_t j = 0; j < width; ++j) {
+            values[j] -= total;
+        }
+    }
+    return nb::make_tuple(ids, logprobs);
+}
+
+double logprob(const esp::DecodeStep &step, std::int32_t row, std::int32_t token) {
+    if (token < 0 || token >= step.n_vocab()) {
+        throw std::out_of_range("token id outside the vocabulary");
+    }
+    const float *logits = step.logits(row);
+    return logits[token] - esp::log_sum_exp(logits, static_cast<std::size_t>(step.n_vocab()));
+}
+
+auto logits_copy(const esp::DecodeStep &step, std::int32_t row) {
+    const float *logits = step.logits(row);
+    auto out = new_array<float>(step.n_vocab());
+    std::copy(logits, logits + step.n_vocab(), out.data());
+    return out;
+}
+
+nb::dict struct_sizes() {
+    nb::dict sizes;
+    sizes["llama_batch"] = sizeof(llama_batch);
+    sizes["llama_context_params"] = sizeof(llama_context_params);
+    sizes["llama_model_params"] = sizeof(llama_model_params);
+    sizes["llama_token_data"] = sizeof(llama_token_data);
+    return sizes;
+}
+
+void bind_layout(nb::module_ &m) {
+    using esp::TreeLayout;
+    nb::class_<TreeLayout>(m, "TreeLayout", "Positions and sequence sets of the rows of a pass.")
+        .def_static(
+            "build",
+            [](const Ints &parents, const Ints &masks) {
+                if (parents.shape(0) != masks.shape(0)) {
+                    throw std::invalid_argument("parents and masks must have one entry per node");
+                }
+                return TreeLayout::build(parents.data(), masks.data(), parents.shape(0));
+            },
+            "parents"_a, "masks"_a)
+        .def_static("from_rows", &TreeLayout::from_rows, "depth"_a, "seq_offset"_a, "seq_ids"_a, "n_nodes"_a)
+        .def_ro("depth", &TreeLayout::depth)
+        .def_ro("seq_offset", &TreeLayout::seq_offset)
+        .def_ro("seq_ids", &TreeLayout::seq_ids)
+        .def_ro("n_nodes", &TreeLayout::n_nodes)
+        .def_ro("n_sequences", &TreeLayout::n_sequences)
+        .def_prop_ro("n_rows", &TreeLayout::n_rows);
+}
+
+void bind_step(nb::module_ &m) {
+    using esp::DecodeStep;
+    nb::class_<DecodeStep>(m, "DecodeStep", "Passes over one llama_context and the repair of its KV cache.")
+        .def(
+            "__init__",
+            [](DecodeStep *self, std::uintptr_t ctx, const esp::EmbeddingTable *table, std::int32_t seq_base,
+               std::int32_t n_seq_max) {
+                new (self) DecodeStep(reinterpret_cast<llama_context *>(ctx), table, seq_base, n_seq_max);
+            },
+            "context"_a, "table"_a.none(), "seq_base"_a, "n_seq_max"_a, nb::keep_alive<1, 3>())
+        .def(
+            "prefill",
+            [](DecodeStep &self, const Ints &tokens, std::int32_t chunk) {
+                nb::gil_scoped_release release;
+                return self.prefill(tokens.data(), length(tokens), chunk);
+            },
+            "tokens"_a, "chunk"_a)
+        .def("run", &run, "layout"_a, "tokens"_a, "refeed"_a, "masks"_a.none(), "mask_index"_a.none(), "pad_rows"_a,
+             "by_id"_a)
+        .def(
+            "commit",
+            [](DecodeStep &self, const Ints &path, bool in_order) {
+                return self.commit(path.data(), length(path), in_order);
+            },
+            "path"_a, "in_order"_a)
+        .def("truncate", &DecodeStep::truncate, "n"_a)
+        .def("rollback", &DecodeStep::rollback)
+        .def("clear", &DecodeStep::clear)
+        .def(
+            "argmax",
+            [](const DecodeStep &self, std::int32_t row) {
+                return esp::argmax(self.logits(row), static_cast<std::size_t>(self.n_vocab()));
+            },
+            "row"_a)
+        .def("top_k", &top_k, "rows"_a, "k"_a)
+        .def("logprob", &logprob, "row"_a, "token"_a)
+        .def("logits", &logits_copy, "row"_a, "A copy; for tests and analysis.")
+        .def("stored", &DecodeStep::stored, "sequence"_a)
+        .def_prop_ro("n_past", &DecodeStep::n_past)
+        .def_prop_ro("n_active", &DecodeStep::n_active)
+        .def_prop_ro("decode_us", &DecodeStep::decode_us);
+}
+
+void bind_sampler(nb::module_ &m) {
+    using esp::Sampler;
+    using esp::SamplerParams;
+    nb::class_<SamplerParams>(m, "SamplerParams")
+        .def(nb::init<>())
+        .def_rw("temperature", &SamplerParams::temperature)
+        .def_rw("top_k", &SamplerParams::top_k)
+        .def_rw("top_p", &SamplerParams::top_p)
+        .def_rw("min_p", &SamplerParams::min_p)
+        .def_rw("typical_p", &SamplerParams::typical_p)
+        .def_rw("penalty_last_n", &SamplerParams::penalty_last_n)
+        .def_rw("repeat_penalty", &SamplerParams::repeat_penalty)
+        .def_rw("frequency_penalty", &SamplerParams::frequency_penalty)
+        .def_rw("presence_penalty", &SamplerParams::presence_penalty)
+        .def_rw("dry_multiplier", &SamplerParams::dry_multiplier)
+        .def_rw("dry_base", &SamplerParams::dry_base)
+        .def_rw("dry_allowed_length", &SamplerParams::dry_allowed_length)
+        .def_rw("dry_penalty_last_n", &SamplerParams::dry_penalty_last_n)
+        .def_rw("dry_breakers", &SamplerParams::dry_breakers)
+        .def_rw("logit_bias", &SamplerParams::logit_bias)
+        .def_rw("grammar", &SamplerParams::grammar)
+        .def_rw("seed", &SamplerParams::seed);
+    nb::class_<Sampler>(m, "Sampler", "llama.cpp's filters, then a keyed Gumbel draw.")
+        .def(
+            "__init__",
+            [](Sampler *self, std::uintptr_t model, const SamplerParams &params) {
+                new (self) Sampler(reinterpret_cast<const llama_model *>(model), params);
+            },
+            "model"_a, "params"_a)
+        .def(
+            "pick",
+            [](Sampler &self, const esp::DecodeStep &step, std::int32_t row, std::uint64_t position) {
+                return self.pick(step.logits(row), position);
+            },
+            "step"_a, "row"_a, "position"_a)
+        .def(
+            "pick_logits",
+            [](Sampler &self, const Floats &logits, std::uint64_t position) {
+                if (static_cast<std::int32_t>(logits.shape(0)) != self.n_vocab()) {
+                    throw std::invalid_argument("pick_logits needs one logit per token of the vocabulary");
+                }
+                return self.pick(logits.data(), position);
+            },
+            "logits"_a, "position"_a)
+        .def("accept", &Sampler::accept, "token"_a, "generated"_a);
+}
+
+} // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "Native core of esp_edge: passes over draft trees, embedding rows, sampling.";
+    m.attr("LLAMA_CPP_PYTHON_VERSION") = ESP_EDGE_LLAMA_VERSION;
+    m.def("struct_sizes", &struct_sizes, "sizeof of the llama.h structs this module was compiled with.");
+    m.def("keyed_gumbel", &esp::keyed_gumbel, "seed"_a, "position"_a, "token"_a,
+          "Standard Gumbel noise that depends on nothing but its arguments.");
+    m.def(
+        "argmax", [](const Floats &x) { return x.shape(0) == 0 ? -1 : esp::argmax(x.data(), x.shape(0)); }, "logits"_a);
+    m.def("log_sum_exp", [](const Floats &x) { return esp::log_sum_exp(x.data(), x.shape(0)); }, "logits"_a);
+    m.def(
+        "top_k",
+        [](const Floats &x, std::size_t k) {
+            const std::size_t n = std::min(k, x.shape(0));
+            auto ids = new_array<std::int32_t>(n);
+            auto values = new_array<float>(n);
+            esp::top_k(x.data(), x.shape(0), n, ids.data(), values.data());
+            return nb::make_tuple(ids, values);
+        },
+        "logits"_a, "k"_a, "Largest k values, ties by lower index.");
+    nb::class_<esp::EmbeddingTable>(m, "EmbeddingTable", "Token embeddings, dequantised on demand.")
+        .def(
+            "__init__",
+            [](esp::EmbeddingTable *self, std::uintptr_t address, std::size_t n_bytes, int type, std::int64_t n_embd,
+               std::int64_t n_vocab, float scale) {
+                new (self)
+                    esp::EmbeddingTable(reinterpret_cast<const void *>(address), n_bytes, type, n_embd, n_vocab, scale);
+            },
+            "address"_a, "n_bytes"_a, "ggml_type"_a, "n_embd"_a, "n_vocab"_a, "scale"_a)
+        .def("rows", &embedding_rows, "token_ids"_a, "float32[len(token_ids), n_embd]")
+        .def("moments", &embedding_moments, "(mean, std) over the vocabulary, each float32[n_embd]")
+        .def_rw("file_mapped", &esp::EmbeddingTable::file_mapped,
+                "Whether the data is a read-only file mapping, whose pages may be given back after every read.")
+        .def_prop_ro("n_embd", &esp::EmbeddingTable::n_embd)
+        .def_prop_ro("n_vocab", &esp::EmbeddingTable::n_vocab);
+    bind_layout(m);
+    bind_step(m);
+    bind_sampler(m);
+}

@@ -1,0 +1,148 @@
+#include "core/logits.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace esp {
+
+namespace {
+
+constexpr std::size_t block = 64; // compared against the running best at once, so that the loop vectorises
+
+float block_max(const float *x, std::size_t n) {
+    float best = -std::numeric_limits<float>::infinity();
+    for (std::size_t i = 0; i < n; ++i) {
+        best = x[i] > best ? x[i] : best;
+    }
+    return best;
+}
+
+// exp(x) for x <= 0, relative error below 2e-7: two to the power of the rounded exponent, times a polynomial of what is
+// left. Plain arithmetic, so that compilers vectorise the loop below; std::exp costs ten times as much.
+inline float fast_exp(float x) {
+    constexpr float round = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
+    x = x > -87.0f ? x : -87.0f;         // NaN counts as nothing
+    const float n = (x * 1.44269504f + round) - round;
+    const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const std::int32_t bits = (static_cast<std::int32_t>(n) + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
+}
+
+// Sum of exp(x[i] - m) over one block, in independent lanes.
+float block_sum_exp(const float *x, float m) {
+    constexpr std::size_t lanes = 16;
+    float sums[lanes] = {};
+    for (std::size_t i = 0; i < block; i += lanes) {
+        for (std::size_t lane = 0; lane < lanes; ++lane) {
+            sums[lane] += fast_exp(x[i + lane] - m);
+        }
+    }
+    float total = 0.0f;
+    for (const float sum : sums) {
+        total += sum;
+    }
+    return total;
+}
+
+std::uint64_t mix(std::uint64_t x) { // the finaliser of splitmix64
+    x += 0x9e3779b97f4a7c15ULL;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
+    return x ^ (x >> 31);
+}
+
+} // namespace
+
+std::int32_t argmax(const float *logits, std::size_t n) {
+    float best = -std::numeric_limits<float>::infinity();
+    std::size_t best_start = 0;
+    for (std::size_t start = 0; start < n; start += block) {
+        const float m = block_max(logits + start, std::min(block, n - start));
+        if (m > best) {
+            best = m;
+            best_start = start;
+        }
+    }
+    for (std::size_t i = best_start; i < n; ++i) {
+        if (logits[i] == best) {
+            return static_cast<std::int32_t>(i);
+        }
+    }
+    return 0; // every entry is NaN or -inf
+}
+
+double log_sum_exp(const float *logits, std::size_t n) {
+    const float m = block_max(logits, n);
+    if (!std::isfinite(m)) {
+        return m;
+    }
+    double sum = 0.0;
+    std::size_t i = 0;
+    for (; i + block <= n; i += block) {
+        sum += block_sum_exp(logits + i, m);
+    }
+    for (; i < n; ++i) {
+        sum += fast_exp(logits[i] - m);
+    }
+    return static_cast<double>(m) + std::log(sum);
+}
+
+std::size_t top_k(const float *logits, std::size_t n, std::size_t k, std::int32_t *ids, float *values) {
+    k = std::min(k, n);
+    if (k == 0) {
+        return 0;
+    }
+    using Entry = std::pair<float, std::int32_t>;
+    const auto better = [](const Entry &a, const Entry &b) {
+        return a.first > b.first || (a.first == b.first && a.second < b.second);
+    };
+    std::vector<Entry> heap; // its front is the worst entry kept
+    heap.reserve(k + 1);
+    for (std::size_t start = 0; start < n; start += block) {
+        const std::size_t end = std::min(start + block, n);
+        if (heap.size() == k && !(block_max(logits + start, end - start) > heap.front().first)) {
+            continue; // an equal value with a higher index loses, so a block without a larger one adds nothing
+        }
+        for (std::size_t i = start; i < end; ++i) {
+            const Entry entry{std::isnan(logits[i]) ? -std::numeric_limits<float>::infinity() : logits[i],
+                              static_cast<std::int32_t>(i)};
+            if (heap.size() == k && !better(entry, heap.front())) {
+                continue;
+            }
+            heap.push_back(entry);
+            std::push_heap(heap.begin(), heap.end(), better);
+            if (heap.size() > k) {
+                std::pop_heap(heap.begin(), heap.end(), better);
+                heap.pop_back();
+            }
+        }
+    }
+    std::sort_heap(heap.begin(), heap.end(), better);
+    for (std::size_t i = 0; i < k; ++i) {
+        values[i] = heap[i].first;
+        ids[i] = heap[i].second;
+    }
+    return k;
+}
+
+double keyed_gumbel(std::uint64_t seed, std::uint64_t position, std::uint32_t token) {
+    const std::uint64_t bits = mix(mix(mix(seed) ^ position) ^ token);
+    // 52 bits and a half: exact in a double, so in (0, 1), never 0 or 1. With 53 bits the largest would round up to 1.
+    const double u = (static_cast<double>(bits >> 12) + 0.5) * 0x1p-52;
+    return -std::log(-std::log(u));
+}
+
+} // namespace esp

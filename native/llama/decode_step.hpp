@@ -1,0 +1,103 @@
+// One pass of the target model over root + draft nodes + mask rows, and the repair of the KV cache afterwards.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/tree_layout.hpp"
+#include "llama.h"
+#include "llama/embedding_table.hpp"
+
+namespace esp {
+
+enum class InputKind { ids, embeddings };
+
+// A session's view of a llama_context: sequences [seq_base, seq_base + n_seq_max) of a unified KV cache.
+//
+// Invariant between passes: cells of positions 0..n_past-1 belong to every active sequence, nothing else is stored. The
+// root of the next pass (the last committed token) has no cell yet. Sequences become active when a tree first needs
+// them, so plain decoding pays for one.
+class DecodeStep {
+  public:
+    // table may be null: then every pass goes through token ids and masks are refused.
+    DecodeStep(llama_context *ctx, const EmbeddingTable *table, std::int32_t seq_base, std::int32_t n_seq_max);
+
+    // Appends tokens to the trunk through the id path in chunks of at most chunk rows. Returns llama_decode's status (0
+    // = done, 1 = no room, 2 = aborted, negative = failed); on failure the trunk is what had been there before the
+    // call.
+    int prefill(const std::int32_t *tokens, std::int32_t n, std::int32_t chunk);
+
+    // One pass: the trunk continues with refeed tokens, then comes the tree, whose root is tokens[0]. Tokens:
+    // [layout.n_nodes]; masks: [n_mask_vectors, n_embd] where mask row r reads vector mask_index[r]. pad_rows: rows
+    // appended to the pass and read by nobody (exact mode). Returns llama_decode's status.
+    struct Input {
+        const TreeLayout *layout = nullptr;
+        const std::int32_t *tokens = nullptr;
+        const std::int32_t *refeed = nullptr;
+        std::int32_t n_refeed = 0;
+        const float *mask_vectors = nullptr;
+        const std::int32_t *mask_index = nullptr;
+        std::int32_t n_mask_vectors = 0;
+        std::int32_t pad_rows = 0;
+        InputKind kind = InputKind::embeddings;
+    };
+    int run(const Input &input);
+
+    // Keeps the root and the accepted path of the last pass, drops every other row. With in_order, only the part of the
+    // path whose rows directly follow the root is kept, so that cells stay in position order. Returns the number of
+    // path nodes kept; the caller feeds the rest again.
+    std::int32_t commit(const std::int32_t *path, std::int32_t n, bool in_order);
+
+    // Forgets everything from position n on. Returns false where the memory cannot (recurrent models).
+    bool truncate(std::int32_t n);
+    // Drops the rows of a pass that will not be committed.
+    void rollback();
+    void clear();
+
+    const float *logits(std::int32_t row) const; // of the last pass; throws std::out_of_range
+    std::int32_t n_past() const { return n_past_; }
+    std::int32_t n_vocab() const { return n_vocab_; }
+    std::int32_t n_active() const { return n_active_; }
+    std::int64_t n_embd() const { return table_ == nullptr ? 0 : table_->n_embd(); }
+    double decode_us() const { return decode_us_; } // all llama_decode calls so far, synchronised
+    llama_context *context() const { return ctx_; }
+    // Lowest and highest stored position of one of the session's sequences, -1 when empty.
+    std::pair<std::int32_t, std::int32_t> stored(std::int32_t sequence) const;
+
+  private:
+    void activate(std::int32_t n_sequences);
+    void add_row(std::int32_t pos, bool output, const std::int32_t *seqs, std::int32_t n_seqs, bool everywhere);
+    void fill_embeddings(const Input &input);
+    int decode(const std::int32_t *tokens, float *embd);
+    void start_batch(std::size_t rows);
+
+    llama_context *ctx_;
+    llama_memory_t memory_;
+    const EmbeddingTable *table_;
+    std::int32_t seq_base_;
+    std::int32_t n_seq_max_;
+    std::int32_t n_vocab_;
+    std::int32_t n_batch_;
+    std::int32_t n_active_ = 1;
+    std::int32_t n_past_ = 0;
+    double decode_us_ = 0.0;
+
+    // the pass that waits for commit
+    const TreeLayout *layout_ = nullptr; // null once committed
+    std::int32_t root_pos_ = 0;
+    std::int32_t root_row_ = 0;
+    std::int32_t n_logit_rows_ = 0; // of the last pass, readable until the next one
+    TreeLayout pending_;            // copy of the sequence bookkeeping, so that a layout may go away
+
+    // batch buffers, reused
+    std::vector<std::int32_t> token_;
+    std::vector<float> embd_;
+    std::vector<llama_pos> pos_;
+    std::vector<std::int32_t> n_seq_id_;
+    std::vector<std::size_t> seq_start_;
+    std::vector<llama_seq_id> seq_flat_;
+    std::vector<llama_seq_id *> seq_id_;
+    std::vector<std::int8_t> output_;
+};
+
+} // namespace esp
