@@ -1,0 +1,148 @@
+"""The target model's choice at a row: llama.cpp's samplers, then one keyed draw per position."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from esp_edge._runtime import json_schema_to_gbnf, native
+from esp_edge.config import GenerationParams
+from esp_edge.errors import ConfigError, GrammarError
+
+if TYPE_CHECKING:
+    from esp_edge.models.model import TargetModel
+
+__all__ = ["Sampler", "schema_to_grammar"]
+
+MAX_GRAMMAR_BYTES = 1 << 20
+MAX_NESTING = 200  # llama.cpp's parsers recurse: a deeper grammar or schema would overflow the native stack
+MAX_REPEATS = 2000  # the converter writes every repetition out, and llama.cpp allows no more
+MAX_RULES = 4096  # so does its search for left recursion, one level a rule
+
+_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*', re.DOTALL)
+_COUNTS = re.compile(r'"((?:min|max)(?:Items|Length))": (\d+)')
+_RANGE = re.compile(r"\{\s*(\d{1,9})\s*,\s*(\d{1,9})\s*\}")
+
+
+def _nesting(text: str) -> int:
+    depth = deepest = 0
+    for char in text:
+        if char in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in ")]}":
+            depth -= 1
+    return deepest
+
+
+def check_grammar(grammar: str) -> str:
+    """The grammar, unless its size or nesting could harm the parser.
+
+    Raises:
+        GrammarError: says which.
+    """
+    if not grammar.strip():
+        raise GrammarError('the grammar is empty: it needs at least a rule such as root ::= "yes" | "no"')
+    if len(grammar) > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"a grammar may have {MAX_GRAMMAR_BYTES} bytes, this one has {len(grammar)}")
+    if _nesting(grammar) > MAX_NESTING:
+        raise GrammarError(f"a grammar may nest {MAX_NESTING} brackets deep; flatten it with more rules")
+    if "\0" in grammar:
+        raise GrammarError("a grammar cannot contain NUL characters")
+    if any("\ud800" <= char <= "\udfff" for char in grammar):
+        raise GrammarError("a grammar must be valid Unicode, but this one has half of a surrogate pair")
+    if grammar.count("::=") > MAX_RULES:
+        raise GrammarError(f"a grammar may have {MAX_RULES} rules, this one has {grammar.count('::=')}")
+    for low, high in _RANGE.findall(_LITERAL.sub("", grammar)):  # llama.cpp would repeat almost without end
+        if int(low) > int(high):
+            raise GrammarError(f"a grammar cannot repeat an item {{{low},{high}}} times: the first is larger")
+    return grammar
+
+
+def schema_to_grammar(schema: Any) -> str:
+    """GBNF of a JSON schema (a mapping, or True for any JSON value).
+
+    Raises:
+        GrammarError: the schema is not one, or uses what the converter does not know.
+    """
+    try:
+        text = json.dumps(schema)
+        if _nesting(text) > MAX_NESTING:
+            raise GrammarError(f"a JSON schema may nest {MAX_NESTING} levels deep; use $defs and $ref")
+        for keyword, count in _COUNTS.findall(text):
+            if len(count) > len(str(MAX_REPEATS)) or int(count) > MAX_REPEATS:
+                raise GrammarError(f"{keyword} in a JSON schema may be {MAX_REPEATS} at most, but is {count[:20]}")
+        return check_grammar(json_schema_to_gbnf(text))
+    except GrammarError:
+        raise
+    except RecursionError:
+        raise GrammarError("the JSON schema nests too deep or refers to itself without end") from None
+    except Exception as error:  # the converter raises whatever it meets
+        raise GrammarError(f"the JSON schema cannot be used: {str(error) or type(error).__name__}") from error
+
+
+class Sampler:
+    """One generation's choices. ``pick`` is pure; ``accept`` advances penalties, DRY and grammar.
+
+    The draw is ``argmax(logit / T + gumbel(seed, position, token))`` over what the filters leave: the same token for
+    the same logits, whatever tree they came from.
+    """
+
+    def __init__(self, model: TargetModel, params: GenerationParams, seed: int, n_ctx: int) -> None:
+        settings = native.SamplerParams()
+        settings.temperature = params.temperature
+        settings.top_k = params.top_k
+        settings.top_p = params.top_p
+        settings.min_p = params.min_p
+        settings.typical_p = params.typical_p
+        settings.penalty_last_n = n_ctx if params.repeat_last_n < 0 else min(params.repeat_last_n, n_ctx)
+        settings.repeat_penalty = params.repeat_penalty
+        settings.frequency_penalty = params.frequency_penalty
+        settings.presence_penalty = params.presence_penalty
+        settings.dry_multiplier = params.dry_multiplier
+        settings.dry_base = params.dry_base
+        settings.dry_allowed_length = max(params.dry_allowed_length, 0)
+        settings.dry_penalty_last_n = n_ctx if params.dry_penalty_last_n < 0 else min(params.dry_penalty_last_n, n_ctx)
+        settings.dry_breakers = list(params.dry_sequence_breakers)
+        settings.logit_bias = self._bias(model, params)
+        settings.grammar = self._grammar(params)
+        settings.seed = seed
+        try:
+            self._native = native.Sampler(model.address, settings)
+        except ValueError as error:
+            kind = GrammarError if "grammar" in str(error) else ConfigError
+            hint = "; check the GBNF: it needs a root rule, every rule defined and no left recursion"
+            raise kind(f"{error}{hint if kind is GrammarError else ''}") from error
+
+    @staticmethod
+    def _bias(model: TargetModel, params: GenerationParams) -> list[tuple[int, float]]:
+        bias = dict(params.logit_bias)
+        if params.ignore_eos:
+            bias.update(dict.fromkeys(model.tokenizer.eog_ids, float("-inf")))
+        return list(bias.items())
+
+    @staticmethod
+    def _grammar(params: GenerationParams) -> str:
+        if params.json_schema is not None:
+            return schema_to_grammar(params.json_schema)
+        return check_grammar(params.grammar) if params.grammar is not None else ""
+
+    def pick(self, step: Any, row: int, position: int) -> int:
+        """Token for absolute position ``position``, given the logits of ``row`` in the compiled step.
+
+        Raises:
+            GrammarError: the grammar or the logit bias leaves no token.
+        """
+        try:
+            token: int = self._native.pick(step, row, position)
+        except RuntimeError as error:
+            raise GrammarError(str(error)) from error
+        return token
+
+    def accept(self, token_id: int, *, generated: bool) -> None:
+        """Advance along the committed path; prompt tokens count for penalties, not for the grammar."""
+        try:
+            self._native.accept(token_id, generated)
+        except RuntimeError as error:
+            raise GrammarError(f"the grammar cannot continue after token {token_id}: {error}") from error
