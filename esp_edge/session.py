@@ -1,0 +1,389 @@
+"""One conversation: prefill, then draft -> step -> verify -> commit until the answer ends. Read this file first.
+
+Plain decoding is the same loop with a one-node tree, so a losslessness test compares like with like.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from esp_edge.config import MAX_EXACT_BLOCK, DraftConfig, GenerationParams, ModelConfig
+from esp_edge.drafters import make_drafter
+from esp_edge.drafters.auto_mask import resolve_mask_init
+from esp_edge.drafters.base import Budget, Drafter
+from esp_edge.errors import ConfigError, ContextLengthError, PromptError
+from esp_edge.metrics import GenerationStats
+from esp_edge.models.hub import Progress
+from esp_edge.models.model import Context, TargetModel
+from esp_edge.models.sampler import Sampler
+from esp_edge.models.tokenizer import StopMatcher, TextDecoder
+from esp_edge.step import Outputs, Step
+from esp_edge.tree import DraftTree, Verdict
+from esp_edge.verify import verify
+
+__all__ = ["Chunk", "Message", "Model", "Prompt", "Session", "TokenLogprob", "load"]
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+BATCH_SEQUENCES = 64  # for a drafter whose trees are not known beforehand
+_UNLIMITED = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of an emitted token under the target model, at temperature 1, and of its likeliest rivals.
+
+    Attributes:
+        token_id, logprob: the emitted token.
+        top: (token id, log-probability), best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one pass emitted.
+
+    Attributes:
+        text: new text; may be empty while half a character or a possible stop text is held back.
+        token_ids: emitted tokens, an end-of-generation token included.
+        accepted: for each token, whether it was an accepted draft.
+        sources: for each token, the draft source that proposed it, "" where none did.
+        logprobs: one entry a token when asked for, else empty.
+        finish_reason: None, ``stop`` or ``length``; set on the last chunk.
+        stats: running statistics; the same object in all chunks of a generation.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    accepted: tuple[bool, ...]
+    sources: tuple[str, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str | None
+    stats: GenerationStats
+
+
+class _Answer:
+    """The text side of a generation: tokens in, text out, and the decision where it ends."""
+
+    def __init__(self, model: TargetModel, stop: Sequence[str], limit: int) -> None:
+        self._tokenizer = model.tokenizer
+        self._decoder = TextDecoder()
+        self._stop = StopMatcher(stop)
+        self._left = limit
+        self.finish_reason: str | None = None
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be emitted."""
+        return self._left
+
+    def is_end(self, token_id: int) -> bool:
+        """Whether a token ends the generation."""
+        return token_id in self._tokenizer.eog_ids
+
+    def push(self, token_ids: Sequence[int]) -> tuple[int, str]:
+        """Emit tokens until the answer ends: (how many were emitted, new text)."""
+        text = ""
+        for n, token_id in enumerate(token_ids, start=1):
+            self._left -= 1
+            if self.is_end(token_id):
+                return n, text + self._finish("stop")
+            text += self._stop.push(self._decoder.push(self._tokenizer.piece(token_id)))
+            if self._stop.hit:
+                self.finish_reason = "stop"
+                return n, text
+            if self._left == 0:
+                return n, text + self._finish("length")
+        return len(token_ids), text
+
+    def _finish(self, reason: str) -> str:
+        """Release what was held back: half a character, then what might have become a stop text."""
+        text = self._stop.push(self._decoder.flush())
+        self.finish_reason = "stop" if self._stop.hit else reason
+        return text + self._stop.flush()
+
+
+class Session:
+    """A KV cache with its tokens. Not thread-safe; close it before its model.
+
+    Stopping a generation anywhere leaves the cache right, and the next prompt reuses the longest common prefix.
+
+    Attributes:
+        model: the target model.
+        token_ids: the tokens of the conversation so far; the last one has no cell yet.
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        draft: DraftConfig | None = None,
+        *,
+        drafter: Drafter | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.model = model
+        self._custom = drafter
+        self._progress = progress
+        self.token_ids: list[int] = []
+        self._context: Context | None = None
+        self._turn: object = None  # of the generation that may go on; a newer one ends it
+        self.draft = draft or DraftConfig("none" if drafter else "esp")
+
+    @property
+    def draft(self) -> DraftConfig:
+        """How drafts are made, ``auto`` resolved. Assign between generations; a larger tree starts a new cache.
+
+        Raises (on assignment):
+            ConfigError: exact mode with a block complexity above 60.
+        """
+        return self._draft
+
+    @draft.setter
+    def draft(self, config: DraftConfig) -> None:
+        if self.model.config.exact and config.rows > MAX_EXACT_BLOCK:
+            raise ConfigError(
+                f"exact mode allows a block complexity of {MAX_EXACT_BLOCK}, but {config.rows} was given; lower "
+                f"--block-complexity or the tree widths"
+            )
+        self._draft = config if self._custom else resolve_mask_init(self.model, config, progress=self._progress)
+        self._turn = None
+        needed = BATCH_SEQUENCES if self._custom else _sequences(config)
+        if self._context is None or self._context.n_sequences < needed:
+            self.close()
+            self._context = self.model.new_context(needed)
+            self.token_ids = []
+            self._step = Step(self._context, config.impl)
+        elif self._step.impl != config.impl:
+            self._step.impl = config.impl
+
+    def generate(self, prompt: Prompt, params: GenerationParams | None = None) -> Generator[Chunk, None, None]:
+        """Answer a prompt: raw text, token ids, or messages for the chat template.
+
+        The prompt is checked at once; the passes run as the chunks are taken. Closing the generator ends the answer,
+        and so does the first chunk of a newer one: the older generator raises ConfigError when it is resumed.
+
+        Raises:
+            ConfigError: the session is closed.
+            PromptError: an empty or malformed prompt, or one too long (ContextLengthError).
+            GrammarError: the grammar or JSON schema cannot be used.
+        """
+        self._require_open()
+        params = params or GenerationParams()
+        ids = self._encode(prompt)
+        if len(ids) >= self.model.n_ctx:
+            raise ContextLengthError(len(ids), self.model.n_ctx)
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        sampler = Sampler(self.model, params, seed, self.model.n_ctx)
+        drafter, stats = self._start(params, len(ids))
+        stats.seed = None if params.is_greedy else seed
+        return self._run(ids, params, sampler, drafter, stats)
+
+    def close(self) -> None:
+        """Free the KV cache; calling it twice is harmless."""
+        self._turn = None
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, ids: list[int], params: GenerationParams, sampler: Sampler, drafter: Drafter, stats: GenerationStats
+    ) -> Generator[Chunk, None, None]:
+        self._require_open()
+        turn = self._turn = object()
+        limit = min(self.model.n_ctx - len(ids), _UNLIMITED if params.max_tokens is None else params.max_tokens)
+        if limit == 0:
+            yield Chunk("", (), (), (), (), "length", stats)
+            return
+        answer = _Answer(self.model, params.stop, limit)
+        clock = _Clock(stats, self._step)
+        self._prefill(ids, stats)
+        for token_id in ids:
+            sampler.accept(token_id, generated=False)
+        drafter.begin(ids)
+        tree = drafter.probe()
+        try:
+            while answer.finish_reason is None:
+                outputs = self._step.run(tree)
+                verdict = self._verify(tree, sampler, answer)
+                n_emitted, text = answer.push(verdict.token_ids)
+                emitted = _emitted(tree, verdict, outputs, n_emitted, params.logprobs)
+                chunk = Chunk(text, *emitted, answer.finish_reason, stats)
+                verdict = verdict.first(n_emitted)
+                self._step.commit(verdict.path)
+                self.token_ids.extend(verdict.token_ids)
+                stats.count(tree.n_rows, tree.depths.tolist(), chunk.accepted)
+                if answer.finish_reason is None:
+                    drafter.observe(tree, outputs, verdict)
+                    tree = drafter.draft(self._budget(answer.left))
+                clock.stop()
+                yield chunk
+                self._require_turn(turn, answer)
+                clock.start()
+        finally:
+            if self._turn is turn:
+                self._step.rollback()
+
+    def _require_open(self) -> None:
+        if self._context is None:
+            raise ConfigError("the session is closed: make a new one with model.session()")
+
+    def _require_turn(self, turn: object, answer: _Answer) -> None:
+        """Raise ConfigError when an unfinished generation is resumed after the cache went to another one."""
+        if self._turn is not turn and answer.finish_reason is None:
+            raise ConfigError(
+                "this answer cannot go on: a newer generation, a new draft setting or close() took its cache; take all "
+                "its chunks first, or use a second session"
+            )
+
+    def _prefill(self, ids: list[int], stats: GenerationStats) -> None:
+        """Bring every prompt token but the last into the cache, reusing the common prefix."""
+        n_common = 0
+        for mine, theirs in zip(self.token_ids, ids[:-1], strict=False):
+            if mine != theirs:
+                break
+            n_common += 1
+        self._step.truncate(self._step.reusable(n_common))
+        stats.cached_tokens = self._step.n_past
+        self.token_ids = ids[: self._step.n_past]
+        self._step.prefill(ids[self._step.n_past : -1])
+        self.token_ids = list(ids)
+
+    def _verify(self, tree: DraftTree, sampler: Sampler, answer: _Answer) -> Verdict:
+        def choose(row: int, position: int) -> int:
+            token_id = sampler.pick(self._step.native, row, position)
+            sampler.accept(token_id, generated=True)
+            return token_id
+
+        return verify(tree, choose, position=len(self.token_ids), limit=answer.left, is_end=answer.is_end)
+
+    def _budget(self, left: int) -> Budget:
+        """What the next pass may use when ``left`` tokens are still wanted."""
+        context = self._context
+        sequences = context.n_sequences if context else 1
+        return Budget(rows=self._step.max_rows, depth=left - 1, sequences=sequences)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.model.encode_prompt(prompt)
+        items = list(prompt)
+        if not items:
+            raise PromptError("the prompt is empty: give text, token ids or messages")
+        if not all(isinstance(item, int | np.integer) for item in items):
+            return self.model.encode_chat(items)  # type: ignore[arg-type]
+        n_vocab = self.model.tokenizer.n_vocab
+        bad = [item for item in items if not 0 <= item < n_vocab]  # type: ignore[operator]
+        if bad:
+            raise PromptError(f"token ids must be between 0 and {n_vocab - 1}, but {bad[0]} was given")
+        return [int(item) for item in items]  # type: ignore[call-overload]
+
+    def _start(self, params: GenerationParams, n_prompt: int) -> tuple[Drafter, GenerationStats]:
+        draft, note = self._draft, None
+        if draft.drafter != "none" and not self.model.capability.masks:
+            draft, note = replace(draft, drafter="none"), self.model.capability.reason
+        tokenize = self.model.tokenizer.encode
+        custom = self._custom
+        if custom and not self.model.capability.speculation:
+            custom, note = None, self.model.capability.reason
+        drafter = custom or make_drafter(draft, self.model.embeddings, tokenize, params.temperature)
+        stats = GenerationStats(drafter=drafter.name, prompt_tokens=n_prompt, note=note, block_complexity=draft.rows)
+        if draft.drafter == "esp":
+            stats.masks, stats.mask_init = draft.masks, draft.mask_init
+        return drafter, stats
+
+
+class _Clock:
+    """Splits wall time into prefill (up to the first chunk) and decode, leaving out the consumer's own time."""
+
+    def __init__(self, stats: GenerationStats, step: Step) -> None:
+        self._stats = stats
+        self._step = step
+        self._first = True
+        self.start()
+
+    def start(self) -> None:
+        self._time = time.perf_counter()
+        self._model_ms = self._step.model_ms
+
+    def stop(self) -> None:
+        elapsed = 1000.0 * (time.perf_counter() - self._time)
+        if self._first:
+            self._stats.prefill_ms += elapsed
+        else:
+            self._stats.decode_ms += elapsed
+            self._stats.model_ms += self._step.model_ms - self._model_ms
+        self._first = False
+
+
+def _sequences(config: DraftConfig) -> int:
+    """Owners and leaves of the largest tree a configuration draws: one a node, since every node owns masks."""
+    return 1 if config.drafter == "none" else max(1, config.rows // (config.masks + 1))
+
+
+def _logprob(outputs: Outputs, row: int, token_id: int, n_top: int) -> TokenLogprob:
+    top: tuple[tuple[int, float], ...] = ()
+    if n_top:
+        ids, values = outputs.top_k(np.array([row], np.int32), n_top)
+        top = tuple(zip(ids[0].tolist(), values[0].tolist(), strict=True))
+    return TokenLogprob(token_id, outputs.logprob(row, token_id), top)
+
+
+_Emitted: TypeAlias = tuple[tuple[int, ...], tuple[bool, ...], tuple[str, ...], tuple[TokenLogprob, ...]]
+
+
+def _emitted(tree: DraftTree, verdict: Verdict, outputs: Outputs, n: int, n_top: int | None) -> _Emitted:
+    """Ids, accepted, sources and logprobs of a verdict's first ``n`` tokens; token ``i`` was chosen at ``rows[i]``."""
+    tokens = verdict.token_ids[:n]
+    rows = (0, *verdict.path)
+    accepted = tuple(i < len(verdict.path) for i in range(n))
+    sources = tuple(tree.sources[verdict.path[i]] if hit and tree.sources else "" for i, hit in enumerate(accepted))
+    if n_top is None:
+        return tokens, accepted, sources, ()
+    return tokens, accepted, sources, tuple(_logprob(outputs, rows[i], token, n_top) for i, token in enumerate(tokens))
+
+
+class Model(TargetModel):
+    """A loaded model. Close it after its sessions, or use it as a context manager."""
+
+    def session(
+        self, draft: DraftConfig | None = None, *, progress: Callable[[int, int], None] | None = None
+    ) -> Session:
+        """A new conversation with a KV cache of its own.
+
+        Args:
+            draft: how drafts are made; default ESP.
+            progress: called with (done, total) while ``mask_init="auto"`` is measured, once per model file.
+        """
+        return Session(self, draft, progress=progress)
+
+
+def load(
+    model: str | os.PathLike[str] = "smollm2", config: ModelConfig | None = None, *, progress: Progress | None = None
+) -> Model:
+    """Load a GGUF model: a path, ``owner/repo[:QUANT]`` on Hugging Face, or ``smollm2`` (bundled).
+
+    Raises:
+        ModelFileError: no such file, or a broken one.
+        ModelDownloadError: the hub did not deliver.
+        ModelLoadError: llama.cpp refused it.
+        UnsupportedModelError: not a text-generating decoder.
+    """
+    return Model(os.fspath(model), config, progress=progress)
