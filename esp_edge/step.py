@@ -27,7 +27,7 @@ class Outputs(Protocol):
     def argmax(self, row: int) -> int:
         """Token with the largest logit of a row; the lowest id wins a tie."""
 
-    def top_k(self, rows: Sequence[int] | Int32Array, k: int) -> tuple[Int32Array, FloatArray]:
+    def top_k(self, rows: Int32Array, k: int) -> tuple[Int32Array, FloatArray]:
         """Best ``k`` tokens of each row, best first: ids int32[len(rows), k], log-probs float32[len(rows), k]."""
 
     def logprob(self, row: int, token_id: int) -> float:

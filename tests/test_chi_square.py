@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Target:
     def _conditional(self, text: Text) -> list[float]:
         values = self.logits[text][self.top[text]].astype(np.float64) / self.temperature
         p = np.exp(values - values.max())
-        return (p / p.sum()).tolist()
+        return [float(x) for x in p / p.sum()]
 
     def sampler(self, seed: int) -> Any:
         settings = native.SamplerParams()
@@ -161,7 +162,7 @@ def draw(target: Target, choose: Choose, n_seeds: int = SEEDS) -> tuple[Counter[
                 turn += 1
                 verdict = verify(
                     sample.draft.tree,
-                    lambda row, position, sample=sample: choose(sample, row, position),
+                    partial(choose, sample),
                     position=start + len(sample.text),
                     limit=LENGTH - len(sample.text),
                     is_end=lambda _: False,
@@ -187,7 +188,7 @@ def deviation(counts: Counter[Text], expected: dict[Text, float]) -> float:
     statistic = sum((found - wanted) ** 2 / wanted for found, wanted in cells)
     dof = len(cells) - 1
     spread = 2 / (9 * dof)
-    return ((statistic / dof) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    return float(((statistic / dof) ** (1 / 3) - (1 - spread)) / math.sqrt(spread))
 
 
 def test_the_joint_distribution_is_the_targets(target: Target) -> None:
@@ -208,7 +209,7 @@ def test_the_text_of_a_key_does_not_depend_on_the_trees(target: Target) -> None:
             sample = Sample(target, sampler, start, (), draft)
             verdict = verify(
                 draft.tree,
-                lambda row, position, sample=sample: honest(sample, row, position),
+                partial(honest, sample),
                 position=start,
                 limit=LENGTH,
                 is_end=lambda _: False,
@@ -264,7 +265,7 @@ def test_wrong_verification_is_noticed(target: Target, choose: Choose) -> None:
 
 def test_the_statistic_of_the_distribution_itself() -> None:
     rng = np.random.default_rng(0)
-    expected = {(i,): float(p) for i, p in enumerate(rng.dirichlet(np.ones(64)))}
+    expected: dict[Text, float] = {(i,): float(p) for i, p in enumerate(rng.dirichlet(np.ones(64)))}
     probabilities: npt.NDArray[np.float64] = np.array(list(expected.values()))
     scores = []
     for _ in range(200):

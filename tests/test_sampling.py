@@ -95,8 +95,9 @@ class Filters:
 
 
 def softmax(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    p = np.exp(values - values.max())
-    return p / p.sum()
+    p: npt.NDArray[np.float64] = np.exp(values - values.max())
+    p /= p.sum()
+    return p
 
 
 FILTERS = (
@@ -338,7 +339,8 @@ def test_a_whole_vocabulary_forbidden_is_an_error(model: Model) -> None:
     ):
         params = GenerationParams(max_tokens=4, logit_bias=nothing, seed=1, **extra)
         with Session(model, DraftConfig("none")) as session:
-            with pytest.raises(GrammarError, match=r"forbidden|admits no token") as caught:
+            kind = GrammarError if "grammar" in extra else ConfigError
+            with pytest.raises(kind, match=r"forbidden|admits no token") as caught:
                 list(session.generate(PROMPT, params))
             assert "\n" not in str(caught.value)
             assert [chunk.token_ids for chunk in session.generate(PROMPT, GenerationParams(max_tokens=2))] == [
@@ -360,9 +362,9 @@ def test_a_grammar_that_runs_dry_is_an_error(model: Model) -> None:
 
 def test_a_bias_outside_the_vocabulary_is_refused(model: Model) -> None:
     with Session(model, DraftConfig("none")) as session:
-        for extra in ({}, {"json_schema": {"type": "integer"}}):
+        for schema in (None, {"type": "integer"}):
             with pytest.raises(ConfigError, match="token id 300 is outside the vocabulary of 300"):
-                session.generate(PROMPT, GenerationParams(logit_bias={300: 1.0}, **extra))
+                session.generate(PROMPT, GenerationParams(logit_bias={300: 1.0}, json_schema=schema))
 
 
 # ---------------------------------------------------------------------------- grammars and schemas that are wrong
@@ -415,6 +417,7 @@ BAD_SCHEMAS = {
     "a billion items": {"type": "array", "items": {"type": "integer"}, "minItems": 10**9},
     "digits without end": {"type": "string", "minLength": 10**400},
     "not JSON": {"const": {1, 2}},
+    "a pattern of eight billion": {"type": "string", "pattern": "^((a{2000}){2000}){2000}$"},
 }
 RISKY = """
 import pickle, sys
@@ -437,7 +440,7 @@ print(ascii(results))
 @pytest.fixture(scope="module")
 def refusals(tiny: Callable[..., Path]) -> dict[str, tuple[str, str]]:
     """What a process of its own says to each bad grammar and schema: (error, message). It must live to tell."""
-    cases = {name: ("grammar", value) for name, value in BAD_GRAMMARS.items()}
+    cases: dict[str, tuple[str, object]] = {name: ("grammar", value) for name, value in BAD_GRAMMARS.items()}
     cases |= {name: ("json_schema", value) for name, value in BAD_SCHEMAS.items()}
     run = subprocess.run(
         [sys.executable, "-c", RISKY, str(tiny("llama"))],
@@ -460,6 +463,19 @@ def test_refused_in_one_line(refusals: dict[str, tuple[str, str]], name: str) ->
     assert "\n" not in message
     assert len(message) < 400
     assert message.rstrip(": ") == message.rstrip()  # a reason is given
+
+
+def test_the_parsers_own_reason_is_told(refusals: dict[str, tuple[str, str]]) -> None:
+    assert "Undefined rule identifier 'word'" in refusals["undefined rule"][1]
+    assert "unexpected end of input" in refusals["unclosed text"][1]
+
+
+def test_the_schema_true_is_any_json() -> None:
+    assert schema_to_grammar(True) == schema_to_grammar({})
+
+
+def test_a_long_text_in_a_schema_is_allowed(model: Model) -> None:
+    every_way(model, GenerationParams(max_tokens=6, json_schema={"type": "string", "maxLength": 850}))
 
 
 def test_a_schema_deeper_than_the_python_stack_is_refused() -> None:

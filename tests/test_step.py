@@ -49,6 +49,11 @@ class Lab:
     def exact(self) -> bool:
         return self.step.exact
 
+    @property
+    def n_embd(self) -> int:
+        assert self.model.embeddings is not None
+        return self.model.embeddings.n_embd
+
     def fresh(self, prefix: Sequence[int] = PREFIX) -> Step:
         """The step under test, its cache holding ``prefix`` alone."""
         self.step.reset()
@@ -147,7 +152,7 @@ def fast_lab(tiny: Callable[..., Path]) -> Iterator[Lab]:
 @few
 @given(trees, st.integers(0, 99))
 def test_every_node_is_plain_decoding_of_its_path(lab: Lab, tree: DraftTree, seed: int) -> None:
-    found = rows(lab.fresh(), noise(tree, lab.model.embeddings.n_embd, seed))
+    found = rows(lab.fresh(), noise(tree, lab.n_embd, seed))
     for node in range(tree.n_nodes):
         tokens = [int(tree.token_ids[i]) for i in ancestors(tree, node)]
         lab.agree(found[node], lab.decode(tokens)[-1])
@@ -157,7 +162,7 @@ def test_every_node_is_plain_decoding_of_its_path(lab: Lab, tree: DraftTree, see
 @given(small_trees, st.integers(0, 99))
 def test_every_mask_is_its_path_and_the_masks_before_it(lab: Lab, tree: DraftTree, seed: int) -> None:
     """The path as a chain of tokens, then the owner's masks as embedding rows, in a cache of their own."""
-    tree = noise(tree, lab.model.embeddings.n_embd, seed)
+    tree = noise(tree, lab.n_embd, seed)
     found = rows(lab.fresh(), tree)
     for owner in range(tree.n_nodes):
         if not (count := int(tree.masks[owner])):
@@ -175,7 +180,7 @@ def test_every_mask_is_its_path_and_the_masks_before_it(lab: Lab, tree: DraftTre
 @few
 @given(trees, st.integers(0, 99))
 def test_masks_cannot_change_a_node(lab: Lab, tree: DraftTree, seed: int) -> None:
-    n_embd = lab.model.embeddings.n_embd
+    n_embd = lab.n_embd
     step = lab.fresh()
     found = [rows(step, noise(tree, n_embd, seed, scale))[: tree.n_nodes] for scale in (1.0, 0.0, 50.0)]
     assert_array_equal(found[1], found[0])
@@ -185,7 +190,7 @@ def test_masks_cannot_change_a_node(lab: Lab, tree: DraftTree, seed: int) -> Non
 
 
 def test_masks_of_infinite_size_stay_with_their_owner(exact_lab: Lab) -> None:
-    tree = noise(DraftTree.from_lists([5, 6, 7], [-1, 0, 0], masks=[0, 2, 0]), exact_lab.model.embeddings.n_embd, 0)
+    tree = noise(DraftTree.from_lists([5, 6, 7], [-1, 0, 0], masks=[0, 2, 0]), exact_lab.n_embd, 0)
     assert tree.mask_vectors is not None
     clean = rows(exact_lab.fresh(), tree)
     dirty = rows(exact_lab.step, replace(tree, mask_vectors=np.full_like(tree.mask_vectors, np.inf)))
@@ -196,7 +201,7 @@ def test_masks_of_infinite_size_stay_with_their_owner(exact_lab: Lab) -> None:
 @few
 @given(trees, st.integers(0, 99))
 def test_naive_and_efficient_give_the_same_bits(lab: Lab, tree: DraftTree, seed: int) -> None:
-    tree = noise(tree, lab.model.embeddings.n_embd, seed)
+    tree = noise(tree, lab.n_embd, seed)
     step = lab.fresh()
     efficient = rows(step, tree)
     step.impl = "naive"
@@ -212,7 +217,7 @@ def test_naive_and_efficient_give_the_same_bits(lab: Lab, tree: DraftTree, seed:
 
 
 def test_shared_mask_vectors_are_one_vector_a_mask(fast_lab: Lab) -> None:
-    masks, n_embd = [2, 1, 0, 2], fast_lab.model.embeddings.n_embd
+    masks, n_embd = [2, 1, 0, 2], fast_lab.n_embd
     shared = np.random.default_rng(1).standard_normal((2, n_embd)).astype(np.float32)
     tree = DraftTree.from_lists([5, 6, 7, 8], [-1, 0, 0, 1], masks=masks, mask_vectors=shared)
     own = replace(tree, mask_vectors=shared[[0, 1, 0, 0, 1]])
@@ -221,7 +226,7 @@ def test_shared_mask_vectors_are_one_vector_a_mask(fast_lab: Lab) -> None:
 
 def test_outputs_are_read_in_place(fast_lab: Lab) -> None:
     step = fast_lab.fresh()
-    tree = noise(DraftTree.from_lists([5, 6, 7], [-1, 0, 0], masks=[1, 1, 1]), fast_lab.model.embeddings.n_embd, 2)
+    tree = noise(DraftTree.from_lists([5, 6, 7], [-1, 0, 0], masks=[1, 1, 1]), fast_lab.n_embd, 2)
     outputs = step.run(tree)
     logits = np.stack([row(step, index) for index in range(6)]).astype(np.float64)
     log_probs = logits - logits.max(axis=1, keepdims=True)
@@ -242,7 +247,7 @@ def test_outputs_are_read_in_place(fast_lab: Lab) -> None:
 @few
 @given(trees, st.data())
 def test_decoding_after_a_commit_is_decoding_of_the_committed_tokens(lab: Lab, tree: DraftTree, data: Any) -> None:
-    tree = noise(tree, lab.model.embeddings.n_embd, 0)
+    tree = noise(tree, lab.n_embd, 0)
     path = deepest_path(tree, data.draw(st.integers(0, tree.n_nodes - 1)))
     step = lab.fresh()
     step.run(tree)
@@ -316,7 +321,7 @@ def test_a_rollback_leaves_no_trace(lab: Lab, tree: DraftTree) -> None:
     step = lab.fresh()
     before = plain_pass(step, 50)
     lab.fresh()
-    step.run(noise(tree, lab.model.embeddings.n_embd, 3))
+    step.run(noise(tree, lab.n_embd, 3))
     step.rollback()
     step.rollback()  # twice is harmless
     assert step.n_past == len(PREFIX)
@@ -418,7 +423,7 @@ def test_a_bad_token_is_an_index_error(lab: Lab) -> None:
     step = lab.fresh()
     for token in (-1, 300, 2**31 - 1):
         with pytest.raises(IndexError, match="vocabulary"):
-            step.run(noise(DraftTree.from_lists([5, token], [-1, 0], masks=[1, 0]), lab.model.embeddings.n_embd, 0))
+            step.run(noise(DraftTree.from_lists([5, token], [-1, 0], masks=[1, 0]), lab.n_embd, 0))
         with pytest.raises(IndexError, match="vocabulary"):
             step.prefill([5, token])
     still_works(lab)
@@ -432,7 +437,7 @@ def test_mask_rows_need_vectors_of_the_right_width(lab: Lab) -> None:
     with pytest.raises(ValueError, match="width"):
         step.run(replace(tree, mask_vectors=np.zeros((3, 7), np.float32)))
     with pytest.raises(IndexError, match="mask"):
-        step.run(replace(tree, mask_vectors=np.zeros((1, lab.model.embeddings.n_embd), np.float32)))
+        step.run(replace(tree, mask_vectors=np.zeros((1, lab.n_embd), np.float32)))
     still_works(lab)
 
 
@@ -536,7 +541,7 @@ def test_300_passes_with_branches_leak_nothing(lab: Lab) -> None:
     passes = longest = 0
     committed = list(PREFIX)
     while passes < 300:
-        tree = random_tree(rng, int(rng.integers(1, 12)), lab.model.embeddings.n_embd)
+        tree = random_tree(rng, int(rng.integers(1, 12)), lab.n_embd)
         if tree.n_rows > step.max_rows:
             longest = max(longest, step.n_past)
             committed = committed[: int(rng.integers(0, 30))]

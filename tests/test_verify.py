@@ -149,7 +149,7 @@ def test_the_committed_tokens_do_not_depend_on_the_tree(tree: DraftTree, seed: i
         return () if node < 0 else (*text_to(int(tree.parents[node])), int(tree.token_ids[node]))
 
     verdict = verify(tree, lambda row, _: after(text_to(row)), position=0, limit=100, is_end=lambda _: False)
-    text = (int(tree.token_ids[0]),)
+    text = text_to(0)
     for token in verdict.token_ids:
         assert token == after(text)
         text = (*text, token)

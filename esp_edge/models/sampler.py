@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
+import tempfile
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from esp_edge._runtime import json_schema_to_gbnf, native
+from esp_edge._runtime import captured_log, json_schema_to_gbnf, native
 from esp_edge.config import GenerationParams
 from esp_edge.errors import ConfigError, GrammarError
 
@@ -16,12 +21,15 @@ if TYPE_CHECKING:
 __all__ = ["Sampler", "schema_to_grammar"]
 
 MAX_GRAMMAR_BYTES = 1 << 20
-MAX_NESTING = 200  # llama.cpp's parsers recurse: a deeper grammar or schema would overflow the native stack
-MAX_REPEATS = 2000  # the converter writes every repetition out, and llama.cpp allows no more
+MAX_NESTING = 1000  # llama.cpp's parser recurses: a deeper grammar would overflow a small native stack
+MAX_SCHEMA_NESTING = 200  # the converter recurses in Python
+MAX_REPEATS = 900  # the converter nests one bracket a repetition
 MAX_RULES = 4096  # so does its search for left recursion, one level a rule
 
 _LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*', re.DOTALL)
 _COUNTS = re.compile(r'"((?:min|max)(?:Items|Length))": (\d+)')
+_PATTERN = re.compile(r'"pattern": "((?:\\.|[^"\\])*)"')
+_QUANTITY = re.compile(r"\{(?:\d*,)?(\d+)")
 _RANGE = re.compile(r"\{\s*(\d{1,9})\s*,\s*(\d{1,9})\s*\}")
 
 
@@ -67,12 +75,15 @@ def schema_to_grammar(schema: Any) -> str:
         GrammarError: the schema is not one, or uses what the converter does not know.
     """
     try:
-        text = json.dumps(schema)
-        if _nesting(text) > MAX_NESTING:
-            raise GrammarError(f"a JSON schema may nest {MAX_NESTING} levels deep; use $defs and $ref")
+        text = json.dumps({} if schema is True else schema)
+        if _nesting(text) > MAX_SCHEMA_NESTING:
+            raise GrammarError(f"a JSON schema may nest {MAX_SCHEMA_NESTING} levels deep; use $defs and $ref")
         for keyword, count in _COUNTS.findall(text):
             if len(count) > len(str(MAX_REPEATS)) or int(count) > MAX_REPEATS:
                 raise GrammarError(f"{keyword} in a JSON schema may be {MAX_REPEATS} at most, but is {count[:20]}")
+        for pattern in _PATTERN.findall(text):
+            if math.prod(int(count[:9]) for count in _QUANTITY.findall(pattern)) > MAX_GRAMMAR_BYTES:
+                raise GrammarError(f"the repetitions in the pattern {pattern[:60]!r} multiply to too many; use fewer")
         return check_grammar(json_schema_to_gbnf(text))
     except GrammarError:
         raise
@@ -80,6 +91,32 @@ def schema_to_grammar(schema: Any) -> str:
         raise GrammarError("the JSON schema nests too deep or refers to itself without end") from None
     except Exception as error:  # the converter raises whatever it meets
         raise GrammarError(f"the JSON schema cannot be used: {str(error) or type(error).__name__}") from error
+
+
+_stderr = threading.Lock()
+
+
+def _listening(make: Callable[[], Any]) -> tuple[Any, ValueError | None, str]:
+    """(what was made, or the error, and what was said meanwhile).
+
+    llama.cpp's grammar parser says why it refuses on the process's standard error, its check for left recursion in the
+    log.
+    """
+    made, failed = None, None
+    with _stderr, tempfile.TemporaryFile() as file, captured_log() as log:
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            made = make()
+        except ValueError as error:
+            failed = error
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+        file.seek(0)
+        lines = [*file.read(4096).decode("utf-8", "replace").splitlines(), *log]
+    said = next((line for line in lines if line.strip()), "")
+    return made, failed, said.rpartition("error parsing grammar: ")[2].strip()[:200]
 
 
 class Sampler:
@@ -108,12 +145,22 @@ class Sampler:
         settings.logit_bias = self._bias(model, params)
         settings.grammar = self._grammar(params)
         settings.seed = seed
+        self._constrained = bool(settings.grammar)
+        self._native, error, said = self._make(lambda: native.Sampler(model.address, settings))
+        if error is not None and "grammar" in str(error):
+            reason = f"{error} ({said})" if said else str(error)
+            hint = "check the GBNF: it needs a root rule, every rule defined and no left recursion"
+            raise GrammarError(f"{reason}; {hint}") from error
+        if error is not None:
+            raise ConfigError(str(error)) from error
+
+    def _make(self, make: Callable[[], Any]) -> tuple[Any, ValueError | None, str]:
+        if self._constrained:
+            return _listening(make)
         try:
-            self._native = native.Sampler(model.address, settings)
+            return make(), None, ""
         except ValueError as error:
-            kind = GrammarError if "grammar" in str(error) else ConfigError
-            hint = "; check the GBNF: it needs a root rule, every rule defined and no left recursion"
-            raise kind(f"{error}{hint if kind is GrammarError else ''}") from error
+            return None, error, ""
 
     @staticmethod
     def _bias(model: TargetModel, params: GenerationParams) -> list[tuple[int, float]]:
@@ -132,12 +179,14 @@ class Sampler:
         """Token for absolute position ``position``, given the logits of ``row`` in the compiled step.
 
         Raises:
-            GrammarError: the grammar or the logit bias leaves no token.
+            GrammarError: the grammar leaves no token.
+            ConfigError: the logit bias leaves none.
         """
         try:
             token: int = self._native.pick(step, row, position)
         except RuntimeError as error:
-            raise GrammarError(str(error)) from error
+            kind = GrammarError if self._constrained else ConfigError
+            raise kind(str(error)) from error
         return token
 
     def accept(self, token_id: int, *, generated: bool) -> None:
