@@ -11,7 +11,8 @@ from esp_edge.errors import ConfigError
 
 __all__ = ["DraftConfig", "GenerationParams", "ModelConfig", "parse_tree"]
 
-DRAFTERS = ("esp", "none")
+DRAFTERS = ("esp", "none", "pld", "lade", "stand", "recycling", "suffix", "racer", "draft-model")
+OCCURRENCES = ("newest", "first")
 IMPLEMENTATIONS = ("efficient", "naive")
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 MASK_INITS = ("auto", "prompt-mean", "vocab-mean", "sample", "last-k", "composed")
@@ -30,6 +31,11 @@ def _is_finite(value: object) -> bool:
 
 def _is_int(value: object, low: int, high: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_text(value: object) -> bool:
+    """A str that has a UTF-8 form: no half of a surrogate pair."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,8 @@ class DraftConfig:
     """How drafts are made.
 
     Attributes:
-        drafter: ``esp`` or ``none`` (plain decoding through the same loop).
+        drafter: ``esp``, ``none`` (plain decoding through the same loop), or one of the rivals ``pld``, ``lade``,
+            ``stand``, ``recycling``, ``suffix``, ``racer``, ``draft-model``. Masks and trees are ESP's alone.
         block_complexity: rows of one pass, root and masks included (paper Eq 7).
         masks: mask rows k behind every node, 1..3.
         tree: None = dynamic (Algorithm 1), else static widths (K1, ..., Kk).
@@ -96,7 +103,10 @@ class DraftConfig:
             and frozen for the others.
         prune: skip candidates that repeat their parent (paper section 3.5).
         impl: ``efficient`` (layouts cached per tree shape) or ``naive`` (rebuilt every pass; paper Table 4).
-        seed: of the ``sample`` initialisation.
+        seed: of the ``sample`` initialisation, of ``lade``'s first window and of ``stand``'s draws.
+        keep: what a rival learned in one generation serves the next ones of the session.
+        occurrence: where ``suffix`` copies from: ``newest`` or ``first``.
+        draft_model: the second model of ``draft-model``: a file, or a name as for the target model.
     """
 
     drafter: str = "esp"
@@ -108,6 +118,9 @@ class DraftConfig:
     prune: bool = True
     impl: str = "efficient"
     seed: int = 0
+    keep: bool = False
+    occurrence: str = "newest"
+    draft_model: str | None = None
 
     def __post_init__(self) -> None:
         _require(self.drafter in DRAFTERS, f"drafter must be one of {', '.join(DRAFTERS)}", self.drafter)
@@ -118,6 +131,9 @@ class DraftConfig:
             f"block-complexity must be between 1 and {MAX_BLOCK}",
             self.block_complexity,
         )
+        _require(self.occurrence in OCCURRENCES, "occurrence must be newest or first", self.occurrence)
+        if self.drafter == "draft-model" and not self.draft_model:
+            raise ConfigError("drafter draft-model needs a second model: name its file with --draft-model")
         self._check_init()
         if self.mask_update is not None:
             ok = _is_finite(self.mask_update) and 0 <= self.mask_update <= 1
@@ -152,10 +168,10 @@ class DraftConfig:
 
     @property
     def rows(self) -> int:
-        """Block complexity: (k + 1)(1 + sum K) for a static tree, else the setting."""
+        """Block complexity: (k + 1)(1 + sum K) for ESP's static trees, else the setting."""
         if self.drafter == "none":
             return 1
-        if self.tree is None:
+        if self.tree is None or self.drafter != "esp":
             return self.block_complexity
         return (self.masks + 1) * (1 + sum(self.tree))
 
@@ -206,7 +222,11 @@ class GenerationParams:
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
             _require(_is_int(self.max_tokens, 0, 1 << 31), "max-tokens must be 0 or more", self.max_tokens)
-        _require(all(isinstance(s, str) and s for s in self.stop), "stop texts must be non-empty", self.stop)
+        if isinstance(self.stop, str):  # one text, as the OpenAI API allows; a str is a sequence of characters
+            object.__setattr__(self, "stop", (self.stop,))
+        _require(all(_is_text(text) and text for text in self.stop), "stop texts must be non-empty texts", self.stop)
+        breakers = self.dry_sequence_breakers
+        _require(all(map(_is_text, breakers)), "dry-sequence-breakers must be texts", breakers)
         self._check_filters()
         self._check_penalties()
         if self.seed is not None:
@@ -218,7 +238,7 @@ class GenerationParams:
 
     def _check_filters(self) -> None:
         _require(_is_finite(self.temperature) and 0 <= self.temperature <= 100, "temp must be 0..100", self.temperature)
-        _require(_is_int(self.top_k, 0, 1 << 31), "top-k must be 0 or more", self.top_k)
+        _require(_is_int(self.top_k, 0, (1 << 31) - 1), "top-k must be between 0 and 2^31 - 1", self.top_k)
         for name in ("top_p", "min_p", "typical_p"):
             value = getattr(self, name)
             _require(_is_finite(value) and 0 <= value <= 1, f"{name.replace('_', '-')} must be between 0 and 1", value)
@@ -236,7 +256,7 @@ class GenerationParams:
             value = getattr(self, name)
             _require(_is_int(value, -1, 1 << 24), f"{name.replace('_', '-')} must be -1 or more", value)
         for token_id, bias in self.logit_bias.items():
-            ok = _is_int(token_id, 0, 1 << 31) and isinstance(bias, int | float) and not math.isnan(bias)
+            ok = _is_int(token_id, 0, (1 << 31) - 1) and isinstance(bias, int | float) and not math.isnan(bias)
             _require(ok, "logit-bias maps token ids to numbers", (token_id, bias))
 
     @property

@@ -18,6 +18,7 @@ from esp_edge.config import MAX_EXACT_BLOCK, DraftConfig, GenerationParams, Mode
 from esp_edge.drafters import make_drafter
 from esp_edge.drafters.auto_mask import resolve_mask_init
 from esp_edge.drafters.base import Budget, Drafter
+from esp_edge.drafters.draft_model import DraftModelDrafter
 from esp_edge.errors import ConfigError, ContextLengthError, PromptError
 from esp_edge.metrics import GenerationStats
 from esp_edge.models.hub import Progress
@@ -33,6 +34,8 @@ __all__ = ["Chunk", "Message", "Model", "Prompt", "Session", "TokenLogprob", "lo
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 BATCH_SEQUENCES = 64  # for a drafter whose trees are not known beforehand
+ONE_PATH = ("none", "pld", "suffix", "draft-model")  # they draft chains: one sequence, and a cheaper commit
+_MOST_SEQUENCES = 255
 _UNLIMITED = 1 << 31
 
 
@@ -138,6 +141,7 @@ class Session:
         self.token_ids: list[int] = []
         self._context: Context | None = None
         self._turn: object = None  # of the generation that may go on; a newer one ends it
+        self._kept: tuple[DraftConfig, float, Drafter] | None = None  # the drafter of the last generation
         self.draft = draft or DraftConfig("none" if drafter else "esp")
 
     @property
@@ -192,6 +196,7 @@ class Session:
     def close(self) -> None:
         """Free the KV cache; calling it twice is harmless."""
         self._turn = None
+        self._drop_drafter()
         if self._context is not None:
             self._context.close()
             self._context = None
@@ -213,6 +218,7 @@ class Session:
         if limit == 0:
             yield Chunk("", (), (), (), (), "length", stats)
             return
+        n_top = None if params.logprobs is None else min(params.logprobs, self.model.tokenizer.n_vocab)
         answer = _Answer(self.model, params.stop, limit)
         clock = _Clock(stats, self._step)
         self._prefill(ids, stats)
@@ -220,12 +226,14 @@ class Session:
             sampler.accept(token_id, generated=False)
         drafter.begin(ids)
         tree = drafter.probe()
+        if limit == 1 or tree.n_rows > self._step.max_rows:
+            tree = DraftTree.root_only(ids[-1])  # nothing will be drafted, or there is no room to ask
         try:
             while answer.finish_reason is None:
                 outputs = self._step.run(tree)
                 verdict = self._verify(tree, sampler, answer)
                 n_emitted, text = answer.push(verdict.token_ids)
-                emitted = _emitted(tree, verdict, outputs, n_emitted, params.logprobs)
+                emitted = _emitted(tree, verdict, outputs, n_emitted, n_top)
                 chunk = Chunk(text, *emitted, answer.finish_reason, stats)
                 verdict = verdict.first(n_emitted)
                 self._step.commit(verdict.path)
@@ -297,17 +305,30 @@ class Session:
 
     def _start(self, params: GenerationParams, n_prompt: int) -> tuple[Drafter, GenerationStats]:
         draft, note = self._draft, None
-        if draft.drafter != "none" and not self.model.capability.masks:
+        if draft.drafter != "none" and not _is_able(self.model, draft):
             draft, note = replace(draft, drafter="none"), self.model.capability.reason
-        tokenize = self.model.tokenizer.encode
         custom = self._custom
         if custom and not self.model.capability.speculation:
             custom, note = None, self.model.capability.reason
-        drafter = custom or make_drafter(draft, self.model.embeddings, tokenize, params.temperature)
+        drafter = custom or self._drafter(draft, params.temperature)
         stats = GenerationStats(drafter=drafter.name, prompt_tokens=n_prompt, note=note, block_complexity=draft.rows)
         if draft.drafter == "esp":
             stats.masks, stats.mask_init = draft.masks, draft.mask_init
         return drafter, stats
+
+    def _drafter(self, draft: DraftConfig, temperature: float) -> Drafter:
+        """The last generation's drafter while the settings are the same: ``begin`` decides what it still knows."""
+        if self._kept is None or self._kept[:2] != (draft, temperature):
+            self._drop_drafter()
+            model = self.model
+            made = make_drafter(draft, model.embeddings, model.tokenizer.encode, temperature, target=model)
+            self._kept = draft, temperature, made
+        return self._kept[2]
+
+    def _drop_drafter(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None and isinstance(kept[2], DraftModelDrafter):
+            kept[2].close()
 
 
 class _Clock:
@@ -333,9 +354,15 @@ class _Clock:
         self._first = False
 
 
+def _is_able(model: TargetModel, draft: DraftConfig) -> bool:
+    return model.capability.masks if draft.drafter == "esp" else model.capability.speculation
+
+
 def _sequences(config: DraftConfig) -> int:
-    """Owners and leaves of the largest tree a configuration draws: one a node, since every node owns masks."""
-    return 1 if config.drafter == "none" else max(1, config.rows // (config.masks + 1))
+    """Owners and leaves of the largest tree a configuration draws; with ESP every node owns masks."""
+    if config.drafter == "esp":
+        return max(1, config.rows // (config.masks + 1))
+    return 1 if config.drafter in ONE_PATH else min(config.rows, _MOST_SEQUENCES)
 
 
 def _logprob(outputs: Outputs, row: int, token_id: int, n_top: int) -> TokenLogprob:

@@ -13,7 +13,7 @@ import numpy as np
 from esp_edge.config import DraftConfig, GenerationParams
 from esp_edge.drafters.base import Budget
 from esp_edge.models.model import TargetModel
-from esp_edge.session import Chunk, Prompt, Session
+from esp_edge.session import Chunk, Prompt, Session, TokenLogprob
 from esp_edge.step import Outputs
 from esp_edge.tree import DraftTree, Verdict
 
@@ -248,7 +248,7 @@ class Answer:
         return self.chunks[-1].finish_reason
 
     @property
-    def logprobs(self) -> list[object]:
+    def logprobs(self) -> list[TokenLogprob]:
         return [entry for chunk in self.chunks for entry in chunk.logprobs]
 
     @property

@@ -52,6 +52,14 @@ def test_a_tree_brings_its_masks() -> None:
         DraftOptions(tree="15,4", masks=1).config()
 
 
+def test_options_of_the_rival_drafters(program: Program) -> None:
+    program("generate", "hi", "--drafter", "suffix", "--keep", "--block-complexity", "30")
+    assert program.session.draft == DraftConfig("suffix", block_complexity=30, keep=True)
+    program("generate", "hi", "--drafter", "draft-model", "-md", "small.gguf")
+    assert program.session.draft == DraftConfig("draft-model", draft_model="small.gguf")
+    assert "--draft-model" in one_error(program("generate", "hi", "--drafter", "draft-model")[2])
+
+
 def test_minus_one_means_no_limit_and_a_fresh_seed() -> None:
     params = SamplingOptions(max_tokens=-1, seed=-1).params()
     assert (params.max_tokens, params.seed) == (None, None)

@@ -401,6 +401,25 @@ def test_the_last_cell_of_a_256_cell_cache_is_used(tiny: Callable[..., Path]) ->
                 assert len(answer(model, prompt, params, draft).token_ids) == 16
 
 
+def test_a_prompt_that_leaves_no_room_to_probe(tiny: Callable[..., Path]) -> None:
+    """The masks of the first pass do not fit: plain decoding to the end."""
+    params = GenerationParams(ignore_eos=True)
+    for exact in (False, True):
+        with load(tiny("llama", n_vocab=100), ModelConfig(n_ctx=256, exact=exact)) as model:
+            for n in (250, 252, 253, 254, 255):
+                found = answer(model, [i % 90 for i in range(n)], params, ESP[4])
+                assert (len(found.token_ids), found.finish_reason) == (256 - n, "length")
+
+
+def test_block_complexities_too_small_for_a_tree(model: Model) -> None:
+    wanted = answer(model, PROMPT, SEEDED[0])
+    for rows, masks in itertools.product(range(1, 8), (1, 2, 3)):
+        draft = DraftConfig(block_complexity=rows, masks=masks, mask_init="vocab-mean")
+        found = answer(model, PROMPT, SEEDED[0], draft)
+        same(found, wanted)
+        assert found.chunks[-1].stats.rows_per_pass <= rows
+
+
 # ------------------------------------------------------------------------------------------------ stopping early
 
 
@@ -549,8 +568,8 @@ def test_kinds_of_prompt(model: Model) -> None:
     for prompt, ids in ((text, model.encode_prompt(text)), (messages, model.encode_chat(messages))):
         wanted = answer(model, ids, SEEDED[0])
         same(answer(model, prompt, SEEDED[0]), wanted)
-        for kind in (tuple, np.array):
-            same(answer(model, kind(ids), SEEDED[0]), wanted)
+        for same_ids in (tuple(ids), list(np.array(ids))):
+            same(answer(model, same_ids, SEEDED[0]), wanted)
     assert model.encode_chat(messages).count(99) == 1  # the special token in the text stayed text
 
 

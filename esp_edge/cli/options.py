@@ -137,7 +137,12 @@ class DraftOptions:
     """How drafts are made: :class:`esp_edge.config.DraftConfig`."""
 
     drafter: Annotated[
-        str, _spec("--drafter", metavar="none|esp", text="none = plain decoding through the same loop.")
+        str,
+        _spec(
+            "--drafter",
+            metavar="NAME",
+            text="esp, none (plain decoding), pld, lade, stand, recycling, suffix, racer or draft-model.",
+        ),
     ] = _DRAFT.drafter
     block_complexity: Annotated[int, _spec("--block-complexity", text="Rows of one pass, root and masks included.")] = (
         _DRAFT.block_complexity
@@ -162,6 +167,13 @@ class DraftOptions:
     impl: Annotated[
         str, _spec("--impl", metavar="efficient|naive", text="naive rebuilds the tree layout every pass.")
     ] = _DRAFT.impl
+    keep: Annotated[
+        bool, _spec("--keep", text="Drafters other than esp: what one answer taught serves the next ones.")
+    ] = _DRAFT.keep
+    draft_model: Annotated[
+        str | None,
+        _spec("--draft-model", "-md", "--model-draft", text="Second, smaller model for --drafter draft-model."),
+    ] = _DRAFT.draft_model
 
     def config(self) -> DraftConfig:
         """Checked settings.
@@ -180,6 +192,8 @@ class DraftOptions:
             mask_update=self.mask_update,
             prune=self.prune,
             impl=self.impl,
+            keep=self.keep,
+            draft_model=self.draft_model,
         )
 
 
