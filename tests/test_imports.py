@@ -21,11 +21,12 @@ ROWS = (
     ("drafters", "verify", "planner"),
     ("session",),
     ("engine",),
-    ("cli", "server", "bench", "analysis"),
+    ("bench", "analysis"),
+    ("cli", "server"),
 )
 ROW_OF: dict[str, float] = {name: number for number, row in enumerate(ROWS, start=1) for name in row}
 PUBLIC = "esp_edge"  # the package itself, that is its public names
-ROW_OF[PUBLIC] = ROW_OF["cli"] - 0.5
+ROW_OF[PUBLIC] = ROW_OF["bench"] - 0.5
 NATIVE = ("llama_cpp", "_native")
 EXEMPT = ("__init__.py", "__main__.py")
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from esp_edge.cli.bench import cost, specbench
 from esp_edge.cli.chat import chat
 from esp_edge.cli.generate import generate
 from esp_edge.cli.model import calibrate, quantize, show
@@ -31,6 +32,8 @@ _GROUP: dict[str, Any] = {
 app = typer.Typer(**_GROUP, help="Lossless multi-token decoding for local GGUF models.")
 models = typer.Typer(**_GROUP, help="Look at model files, quantize them, measure what suits them.")
 app.add_typer(models, name="model")
+benchmarks = typer.Typer(**_GROUP, help="Measure drafters and passes on this machine.")
+app.add_typer(benchmarks, name="bench")
 
 
 def _add(group: typer.Typer, function: Callable[..., None]) -> None:
@@ -51,6 +54,8 @@ for _group, _function in (
     (models, show),
     (models, quantize),
     (models, calibrate),
+    (benchmarks, specbench),
+    (benchmarks, cost),
 ):
     _add(_group, _function)
 
@@ -69,7 +74,8 @@ def _program(
 
 
 @models.callback()
-def _models(context: typer.Context) -> None:
+@benchmarks.callback()
+def _group_help(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         write_text(context.get_help())
 

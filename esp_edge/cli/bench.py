@@ -1,0 +1,157 @@
+"""``esp-edge bench``: drafters against plain decoding on Spec-Bench, and the cost of a pass."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from esp_edge.cli.answer import load_model
+from esp_edge.cli.options import LoadOptions, ModelName, option
+from esp_edge.cli.output import Bar, note, print_json, write_text
+from esp_edge.config import GenerationParams, ModelConfig
+
+if TYPE_CHECKING:
+    from esp_edge.bench.run import ModelFile
+
+__all__ = ["cost", "specbench"]
+
+_bench = functools.partial(option, panel="Benchmark")
+AsJson = Annotated[bool, _bench("--json", text="Print one JSON document.")]
+NoPlots = Annotated[bool, _bench("--no-plots", text="Draw nothing; matplotlib is not needed then.")]
+Repeat = Annotated[int, _bench("--repeat", text="Repetitions of the whole measurement.", min=1)]
+
+
+# -- specbench -------------------------------------------------------------------------------------------------------
+
+
+def specbench(
+    *,
+    load: LoadOptions,
+    questions: Annotated[Path, _bench("--questions", text="Spec-Bench's question.jsonl, or a file of that format.")],
+    out: Annotated[Path, _bench("--out", text="Directory of the results; a run that was stopped there goes on.")],
+    model: Annotated[
+        list[str] | None,
+        _bench("-m", "--model", "-hf", "--hf-repo", text="As in generate; may be repeated. (default: smollm2)"),
+    ] = None,
+    drafters: Annotated[
+        str, _bench("--drafters", metavar="A,B[OPTION=VALUE,...]", text="Compared with plain decoding.")
+    ] = "esp",
+    block_complexity: Annotated[
+        str, _bench("--block-complexity", metavar="N,N", text="Rows of one pass.")
+    ] = "10,30,60",
+    per_category: Annotated[
+        int, _bench("--per-category", text="The first N questions of each category; 0 = all.", min=0)
+    ] = 0,
+    turns: Annotated[str, _bench("--turns", metavar="first|all", text="Turns to ask of a question.")] = "first",
+    max_tokens: Annotated[int, _bench("-n", "--max-tokens", text="Tokens of an answer at most.", min=1)] = 100,
+    repeat: Repeat = 1,
+    temp: Annotated[float, _bench("--temp", text="Temperature; 0 = greedy.")] = 0.0,
+    seed: Annotated[int, _bench("-s", "--seed", text="Of every answer, when it is sampled.", min=0)] = 1,
+    as_json: AsJson = False,
+    no_plots: NoPlots = False,
+) -> None:
+    """Compare drafters with plain decoding, question by question, on one load of each model.
+
+    Every answer is compared with plain decoding's. Exit code 1 when one differs by more than a near-tie (--exact: at
+    all). Writes results.jsonl, differences.jsonl, summary.json, report.md and plots.
+    """
+    if turns not in ("first", "all"):
+        raise typer.BadParameter(f"first or all is needed, but {turns!r} was given", param_hint="'--turns'")
+    from esp_edge.bench import plots, report, spec  # noqa: PLC0415 - the rest loads llama.cpp
+    from esp_edge.bench.questions import load_questions, select  # noqa: PLC0415
+
+    specs = spec.parse_drafters(drafters)
+    lanes = spec.make_lanes(specs, spec.parse_numbers(block_complexity, "--block-complexity"))
+    params = GenerationParams(max_tokens=max_tokens, temperature=temp, seed=seed)
+    chosen = select(load_questions(questions), per_category, turns)
+    if not no_plots:
+        plots.require_matplotlib()
+    from esp_edge.bench.run import Plan  # noqa: PLC0415
+    from esp_edge.bench.specbench import measure  # noqa: PLC0415
+
+    plan = Plan([_model_file(name) for name in model or ["smollm2"]], load.config(), lanes, chosen, params, repeat)
+    with Bar("benchmark", shown=True) as bar:
+        summary = measure(plan, out, command=_command(sys.argv), plots=not no_plots, progress=bar.update)
+    if as_json:
+        print_json(summary)
+    else:
+        write_text(report.overview(summary))
+    note(f"details: {out / 'report.md'}")
+    if summary["failures"]:
+        note(f"{summary['failures']} answers are not plain decoding's: see {out / 'differences.jsonl'}")
+        raise typer.Exit(1)
+
+
+def _model_file(name: str) -> ModelFile:
+    from esp_edge.bench.run import ModelFile  # noqa: PLC0415
+    from esp_edge.models import hub  # noqa: PLC0415
+
+    with Bar(f"downloading {name}", unit="bytes") as bar:
+        return ModelFile.read(hub.resolve(name, progress=bar.update_file))
+
+
+def _command(argv: list[str]) -> str:
+    """The command line for the report, files and directories by their last name only."""
+    words = [Path(word).name if Path(word).is_absolute() or Path(word).exists() else word for word in argv[1:]]
+    return f"esp-edge {shlex.join(words)}"
+
+
+# -- cost ------------------------------------------------------------------------------------------------------------
+
+
+def cost(
+    *,
+    model: ModelName = "smollm2",
+    rows: Annotated[str, _bench("--rows", metavar="N,N-M", text="Sizes of the passes.")] = "1-64",
+    contexts: Annotated[str, _bench("--contexts", metavar="N,N", text="Tokens in the KV cache.")] = "64,300,1024",
+    threads: Annotated[
+        str, _bench("-t", "--threads", metavar="N,N", text="CPU threads; 0 = one a physical core.")
+    ] = "0",
+    repeat: Repeat = 5,
+    n_gpu_layers: Annotated[int, _bench("-ngl", "--n-gpu-layers", text="Layers on the GPU; -1 = all.")] = 0,
+    out: Annotated[Path | None, _bench("--out", text="Directory for cost.json and the plot.")] = None,
+    as_json: AsJson = False,
+    no_plots: NoPlots = False,
+) -> None:
+    """Measure T(n), the time of a pass of n rows: medians of interleaved runs."""
+    from esp_edge.bench import plots, report, spec  # noqa: PLC0415 - the rest loads llama.cpp
+
+    sizes, lengths = spec.parse_numbers(rows, "--rows"), spec.parse_numbers(contexts, "--contexts", least=0)
+    counts = spec.parse_numbers(threads, "--threads", least=0)
+    if out is not None and not no_plots:
+        plots.require_matplotlib()
+    from esp_edge.bench.cost import cost_rows  # noqa: PLC0415
+    from esp_edge.bench.results import write_json  # noqa: PLC0415
+
+    config = ModelConfig(n_gpu_layers=n_gpu_layers)
+    with closing(load_model(model, config)) as target, Bar("timing passes") as bar:
+        measured = cost_rows(target, sizes, lengths, counts, repeat=repeat, progress=bar.update)
+        document = {"machine": _cost_machine(target, measured), "rows": measured}
+        name = target.path.name.removesuffix(".gguf")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "cost.json", document)
+        if not no_plots:
+            plots.plot_cost(measured, out, name)
+    if as_json:
+        print_json(document)
+    else:
+        write_text(report.cost_table(measured))
+
+
+def _cost_machine(model: Any, measured: list[dict[str, Any]]) -> dict[str, Any]:
+    from esp_edge.bench.machine import describe_machine  # noqa: PLC0415
+    from esp_edge.models import gguf  # noqa: PLC0415
+
+    return describe_machine(
+        quant=gguf.quant_name(model.header),
+        n_ctx=max(row["context"] + row["rows"] for row in measured),
+        n_threads=max(row["threads"] for row in measured),
+        n_gpu_layers=model.config.n_gpu_layers,
+    )
