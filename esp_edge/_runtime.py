@@ -52,15 +52,19 @@ def check_abi(module: Any, installed: str, bindings: ModuleType) -> None:
 
 native: Any = _load_native()
 
-_log_lock = threading.Lock()
+_log_lock = threading.RLock()  # a signal handler may log, too
 _log_sinks: list[list[str]] = []
+_interrupted = threading.Event()
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator, unused-ignore]
 def _on_log(_level: int, text: bytes, _user: Any) -> None:
-    with _log_lock:
-        for sink in _log_sinks:
-            sink.append(text.decode("utf-8", "replace").rstrip("\n"))
+    try:
+        with _log_lock:
+            for sink in _log_sinks:
+                sink.append(text.decode("utf-8", "replace").rstrip("\n"))
+    except KeyboardInterrupt:  # ctypes would print and swallow it
+        _interrupted.set()
 
 
 llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
@@ -79,6 +83,9 @@ def captured_log() -> Iterator[list[str]]:
         with _log_lock:
             # by identity: two empty sinks are equal
             _log_sinks[:] = [other for other in _log_sinks if other is not sink]
+    if _interrupted.is_set():
+        _interrupted.clear()
+        raise KeyboardInterrupt
 
 
 def json_schema_to_gbnf(schema: str) -> str:

@@ -26,7 +26,12 @@ def _require(ok: bool, what: str, found: object) -> None:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond every float
+        return False
 
 
 def _is_int(value: object, low: int, high: int) -> bool:
@@ -142,6 +147,8 @@ class DraftConfig:
             self._check_tree(self.tree)
 
     def _check_init(self) -> None:
+        _require(isinstance(self.mask_init, str), "mask-init must be a name", self.mask_init)
+        _require(_is_int(self.seed, 0, (1 << 64) - 1), "the drafter's seed must be 0 or more", self.seed)
         name, _, argument = self.mask_init.partition(":")
         if name == "token":
             _require(bool(argument), "mask-init token:TEXT needs a text", self.mask_init)
@@ -156,6 +163,7 @@ class DraftConfig:
             _require(self.mask_init in MASK_INITS, names, self.mask_init)
 
     def _check_tree(self, widths: tuple[int, ...]) -> None:
+        _require(isinstance(widths, tuple), "a static tree is a tuple of widths", widths)
         ok = all(_is_int(width, 1, MAX_BLOCK) for width in widths)
         _require(ok and len(widths) > 0, "tree widths must be positive numbers such as 15,4", widths)
         if len(widths) > self.masks:
@@ -221,7 +229,8 @@ class GenerationParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _require(_is_int(self.max_tokens, 0, 1 << 31), "max-tokens must be 0 or more", self.max_tokens)
+            _require(_is_int(self.max_tokens, 0, 1 << 31), "max-tokens must be between 0 and 2^31", self.max_tokens)
+        self._check_kinds()
         if isinstance(self.stop, str):  # one text, as the OpenAI API allows; a str is a sequence of characters
             object.__setattr__(self, "stop", (self.stop,))
         _require(all(_is_text(text) and text for text in self.stop), "stop texts must be non-empty texts", self.stop)
@@ -235,6 +244,12 @@ class GenerationParams:
             _require(_is_int(self.logprobs, 0, 100), "logprobs must be between 0 and 100", self.logprobs)
         if self.grammar is not None and self.json_schema is not None:
             raise ConfigError("give either a grammar or a JSON schema, not both")
+
+    def _check_kinds(self) -> None:
+        _require(isinstance(self.stop, str | tuple | list), "stop must be a text or a list of texts", self.stop)
+        _require(isinstance(self.logit_bias, Mapping), "logit-bias must map token ids to numbers", self.logit_bias)
+        ok = self.grammar is None or isinstance(self.grammar, str)
+        _require(ok, "a grammar must be a text", self.grammar)
 
     def _check_filters(self) -> None:
         _require(_is_finite(self.temperature) and 0 <= self.temperature <= 100, "temp must be 0..100", self.temperature)
@@ -256,7 +271,7 @@ class GenerationParams:
             value = getattr(self, name)
             _require(_is_int(value, -1, 1 << 24), f"{name.replace('_', '-')} must be -1 or more", value)
         for token_id, bias in self.logit_bias.items():
-            ok = _is_int(token_id, 0, (1 << 31) - 1) and isinstance(bias, int | float) and not math.isnan(bias)
+            ok = _is_int(token_id, 0, (1 << 31) - 1) and (_is_finite(bias) or bias in (math.inf, -math.inf))
             _require(ok, "logit-bias maps token ids to numbers", (token_id, bias))
 
     @property

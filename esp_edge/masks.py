@@ -327,9 +327,10 @@ def _text_mean(text: str, embeddings: Embeddings, tokenize: Tokenize | None) -> 
 
 def _number(argument: str) -> np.float32:
     try:
-        value = float(argument)
+        with np.errstate(over="ignore"):
+            value = np.float32(argument)
     except ValueError:
-        value = float("nan")
+        value = np.float32("nan")
     if not np.isfinite(value):
         raise ConfigError(f"mask-init sigma:C needs a number, but {argument!r} was given; try sigma:5")
-    return np.float32(value)
+    return value

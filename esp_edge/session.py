@@ -163,6 +163,8 @@ class Session:
         self._draft = config if self._custom else resolve_mask_init(self.model, config, progress=self._progress)
         self._turn = None
         needed = BATCH_SEQUENCES if self._custom else _sequences(config)
+        if not self.model.capability.speculation:
+            needed = 1  # every pass will be a single row
         if self._context is None or self._context.n_sequences < needed:
             self.close()
             self._context = self.model.new_context(needed)
@@ -247,7 +249,7 @@ class Session:
                 self._require_turn(turn, answer)
                 clock.start()
         finally:
-            if self._turn is turn:
+            if self._turn is turn and self._context is not None and not self._context.closed:
                 self._step.rollback()
 
     def _require_open(self) -> None:
@@ -277,7 +279,8 @@ class Session:
 
     def _verify(self, tree: DraftTree, sampler: Sampler, answer: _Answer) -> Verdict:
         def choose(row: int, position: int) -> int:
-            token_id = sampler.pick(self._step.native, row, position)
+            with self._step.lock:
+                token_id = sampler.pick(self._step.native, row, position)
             sampler.accept(token_id, generated=True)
             return token_id
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 
 from esp_edge._runtime import native
 from esp_edge.config import MAX_BLOCK, MAX_EXACT_BLOCK
 from esp_edge.errors import ConfigError, DecodeError
-from esp_edge.models.model import BATCH_ROWS, MAX_OUTPUT_ROWS, Context
+from esp_edge.models.model import BATCH_ROWS, MAX_OUTPUT_ROWS, Context, offloads
 from esp_edge.tree import DraftTree, FloatArray, Int32Array
 
 __all__ = ["NoRoomError", "Outputs", "Step", "naive_layout"]
@@ -70,6 +71,20 @@ def naive_layout(tree: DraftTree) -> Any:
     return native.TreeLayout.from_rows(rows_depth, offsets, ids, n)
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _locked(method: _Method) -> _Method:
+    """Hold the context's lock during a method."""
+
+    @functools.wraps(method)
+    def locked(self: Step, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, locked)
+
+
 class Step:
     """Passes over one context. The cache holds the committed tokens but the last one, the next root.
 
@@ -81,6 +96,7 @@ class Step:
     Attributes:
         n_past: tokens whose cells are stored.
         refeed: committed tokens in front of the root that have no cell.
+        in_order: whether cells stay in position order; on the CPU they do.
     """
 
     def __init__(self, context: Context, impl: str = "efficient") -> None:
@@ -89,7 +105,7 @@ class Step:
         self._n_batch = BATCH_ROWS
         self.impl = impl
         self.exact = context.model.config.exact
-        self._in_order = self.exact or context.model.config.n_gpu_layers == 0
+        self.in_order = self.exact or not offloads(context.model.config)
         self._can_embed = capability.masks
         # a pass without masks may use token ids where that cannot change a bit
         self._prefer_ids = not capability.masks or capability.bit_equal
@@ -98,6 +114,7 @@ class Step:
         self._tree: DraftTree | None = None
         self._n_aligned = 0
         self.refeed: list[int] = []
+        self.lock = context.lock  # another thread may close the context: never during a native call
 
     @property
     def n_past(self) -> int:
@@ -137,6 +154,7 @@ class Step:
         n = min(n_common, self.n_past)
         return min(n, self._n_aligned) // BATCH_ROWS * BATCH_ROWS if self.exact else n
 
+    @_locked
     def truncate(self, n: int) -> None:
         """Keep the first ``n`` stored tokens; where the memory cannot, keep none."""
         self.refeed = []
@@ -151,6 +169,7 @@ class Step:
         """Forget everything."""
         self.truncate(0)
 
+    @_locked
     def prefill(self, token_ids: Sequence[int] | Int32Array) -> None:
         """Append tokens to the trunk, in chunks of 512 rows; all or, after an error or an interrupt, none.
 
@@ -173,6 +192,7 @@ class Step:
 
     # -- the pass --------------------------------------------------------------------------------------------------
 
+    @_locked
     def run(self, tree: DraftTree) -> Outputs:
         """One target forward over the tree; the logits stay readable until the next call.
 
@@ -205,6 +225,7 @@ class Step:
         outputs: Outputs = self.native
         return outputs
 
+    @_locked
     def commit(self, path: Sequence[int]) -> None:
         """Keep the root and the accepted path of the last pass, drop every other row.
 
@@ -219,10 +240,11 @@ class Step:
             if not 0 < node < tree.n_nodes or tree.parents[node] != parent:
                 raise ConfigError(f"the path {list(path)} does not run through the tree")
             parent = node
-        kept = self.native.commit(np.array(path, np.int32), self._in_order)
+        kept = self.native.commit(np.array(path, np.int32), self.in_order)
         self.refeed = [int(tree.token_ids[node]) for node in path[kept:]]
         self._tree = None
 
+    @_locked
     def rollback(self) -> None:
         """Drop the rows of a pass that was not committed; the cache is as before it, or empty where it cannot be."""
         waiting, self._tree = self._tree is not None, None

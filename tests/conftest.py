@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,10 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
+
+# a job in the background ignores SIGINT, and so would the programs started here whose Ctrl-C is tested
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("esp_edge", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("esp_edge")

@@ -18,6 +18,8 @@ __all__ = ["measure_mask_inits", "resolve_mask_init"]
 _KEY = "mask_init"
 _VERSION = 1  # raise it when candidates, text or score change
 _ANSWER_TOKENS = 96
+_ENOUGH = 40  # positions; from fewer, on a slow device or a terse model, nothing is remembered
+_CONTEXT = 512
 _TEXT = (
     "Explain in a few sentences why the sky is blue during the day and red in the evening, then list three things "
     "one can do on a rainy afternoon."
@@ -39,10 +41,11 @@ def resolve_mask_init(
     if config.drafter != "esp" or config.mask_init != "auto" or model.embeddings is None:
         return config
     stored = None if redo else model.cache.get(_KEY)
-    if not stored or stored.get("version") != _VERSION or stored.get("best") not in CANDIDATES:
+    if not isinstance(stored, dict) or stored.get("version") != _VERSION or stored.get("best") not in CANDIDATES:
         results = measure_mask_inits(model, progress=progress)
         stored = _document(results)
-        model.cache.put(_KEY, stored)
+        if stored["positions"] >= _ENOUGH:
+            model.cache.put(_KEY, stored)
     init, update = split_candidate(stored["best"])
     return replace(config, mask_init=init, mask_update=update if config.mask_update is None else config.mask_update)
 
@@ -61,7 +64,7 @@ def measure_mask_inits(model: TargetModel, *, progress: Callable[[int, int], Non
     if progress is not None:
         progress(0, len(CANDIDATES))
     prompt = _prompt(model)
-    context = model.new_context(16)
+    context = model.new_context(16, n_ctx=_CONTEXT)
     try:
         step = Step(context)
         answer = _greedy_answer(model, step, prompt)
@@ -77,14 +80,14 @@ def _prompt(model: TargetModel) -> list[int]:
         ids = model.encode_chat([{"role": "user", "content": _TEXT}])
     except PromptError:
         ids = model.encode_prompt(_TEXT)
-    return ids[-(model.n_ctx // 2) :]
+    return ids[-(_CONTEXT // 2) :]
 
 
 def _greedy_answer(model: TargetModel, step: Step, prompt: list[int]) -> list[int]:
     step.prefill(prompt[:-1])
     answer: list[int] = []
     token = prompt[-1]
-    for _ in range(min(_ANSWER_TOKENS, model.n_ctx - len(prompt) - 1)):
+    for _ in range(min(_ANSWER_TOKENS, _CONTEXT - len(prompt) - 16)):
         token = step.run(DraftTree.root_only(token)).argmax(0)
         step.commit(())
         if token in model.tokenizer.eog_ids:

@@ -21,11 +21,15 @@ def cache_root() -> Path:
     chosen = os.environ.get("ESP_EDGE_CACHE")
     if chosen:
         return Path(chosen)
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir()) / "esp_edge"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "esp_edge" / "cache"
+        return Path(os.environ.get("LOCALAPPDATA", home)) / "esp_edge" / "cache"
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "esp_edge"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "esp_edge"
+        return home / "Library" / "Caches" / "esp_edge"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "esp_edge"
 
 
 def fingerprint(path: Path) -> str:

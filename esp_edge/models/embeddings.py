@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,9 +57,9 @@ class EmbeddingTable:
 
     def _load_moments(self) -> tuple[FloatArray, FloatArray]:
         if self._moments is None:
-            stored = self._cache.get("embedding_moments") if self._cache else None
-            if stored and len(stored["mean"]) == self.n_embd and stored["scale"] == self._scale:
-                mean, std = np.array(stored["mean"], np.float32), np.array(stored["std"], np.float32)
+            stored = self._stored_moments()
+            if stored is not None:
+                mean, std = stored
             else:
                 mean, std = self.native.moments()
                 if self._cache:
@@ -66,3 +67,12 @@ class EmbeddingTable:
                     self._cache.put("embedding_moments", document)
             self._moments = mean, std
         return self._moments
+
+    def _stored_moments(self) -> tuple[FloatArray, FloatArray] | None:
+        stored: Any = self._cache.get("embedding_moments") if self._cache else None
+        try:
+            mean, std = np.array(stored["mean"], np.float32), np.array(stored["std"], np.float32)
+            fits = mean.shape == std.shape == (self.n_embd,) and stored["scale"] == self._scale
+        except (KeyError, TypeError, ValueError):
+            return None  # nothing stored, or by something else
+        return (mean, std) if fits else None

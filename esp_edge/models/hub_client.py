@@ -27,6 +27,8 @@ from esp_edge.models.hub import Progress, choose
 
 __all__ = ["find"]
 
+_PATIENCE_S = 15.0  # for a hub that accepts the connection and then says nothing
+
 
 hub_utils: Any = importlib.import_module("huggingface_hub.utils")  # its names are public but not marked as exported
 MAX_HTTP_FILE = 50_000_000_000  # beyond this the hub only speaks Xet
@@ -86,7 +88,7 @@ def _from_cache(repo: str, quant: str | None) -> Path:
 
 def _from_hub(repo: str, quant: str | None, progress: Progress | None) -> Path:
     try:
-        info = HfApi(endpoint=constants.ENDPOINT).model_info(repo, files_metadata=True)
+        info = HfApi(endpoint=constants.ENDPOINT).model_info(repo, files_metadata=True, timeout=_PATIENCE_S)
     except Exception:  # whatever is wrong over there, what was downloaded before still serves
         with suppress(ModelDownloadError):
             return _from_cache(repo, quant)

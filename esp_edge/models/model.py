@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ class Context:
         self.model = model
         self.n_ctx = n_ctx
         self.n_sequences = n_sequences
+        self.lock = threading.RLock()  # held around everything that touches the llama_context
+        self._pointer: Any = None
         params = self._params(model.config, n_ctx, n_sequences)
         _ = model.address  # raises when closed
         model.check_memory(n_ctx)
@@ -123,22 +126,33 @@ class Context:
         params.no_perf = True
         return params
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was freed."""
+        return self._pointer is None
+
     def close(self) -> None:
-        """Free the context; calling it twice is harmless."""
-        if self._pointer:
-            self._native = None
-            llama_cpp.llama_free(self._pointer)
-            self._pointer = None
+        """Free the context; waits for a pass that another thread runs. Calling it twice is harmless."""
+        with self.lock:
+            if self._pointer:
+                self._native = None
+                llama_cpp.llama_free(self._pointer)
+                self._pointer = None
 
     def __del__(self) -> None:
-        if getattr(self, "_pointer", None):
+        if getattr(self, "_pointer", None) and llama_cpp is not None:
             self.close()
+
+
+def offloads(config: ModelConfig) -> bool:
+    """Whether layers really go to a GPU: a build without one ignores the setting."""
+    return config.n_gpu_layers != 0 and bool(llama_cpp.llama_supports_gpu_offload())
 
 
 def _flash_attention(config: ModelConfig) -> int:
     if not config.flash_attn:
         return _FLASH_OFF
-    return _FLASH_ON if config.n_gpu_layers == 0 else _FLASH_AUTO
+    return _FLASH_AUTO if offloads(config) else _FLASH_ON
 
 
 def default_threads() -> int:
@@ -174,6 +188,7 @@ class TargetModel:
     def __init__(self, spec: str, config: ModelConfig | None = None, *, progress: hub.Progress | None = None) -> None:
         self.config = config or ModelConfig()
         self.pointer: Any = None
+        self._tokenizer: Tokenizer | None = None
         self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self.path: Path = hub.resolve(spec, progress=progress)
         self.header = gguf.preflight(self.path)
@@ -181,7 +196,7 @@ class TargetModel:
             _prepare_exact(self.header)
         self.pointer = self._load()
         try:
-            self.tokenizer = Tokenizer(llama_cpp.llama_model_get_vocab(self.pointer))
+            self._tokenizer = Tokenizer(llama_cpp.llama_model_get_vocab(self.pointer))
             self._refuse_unsupported()
             self.n_ctx = self._context_length()
             self.cache = ModelCache(self.path)
@@ -199,8 +214,10 @@ class TargetModel:
     def _load(self) -> Any:
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = self.config.n_gpu_layers
+        # repacked k-quants have kernels of their own for a few rows, with other bits
+        params.use_extra_bufts = not (self.config.exact and _tiled_types(self.header))
         with captured_log() as log:
-            pointer = llama_cpp.llama_model_load_from_file(str(self.path).encode(), params)
+            pointer = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
         if not pointer:
             raise ModelLoadError(f"{self.path}: llama.cpp cannot load this model ({_tail(log)})")
         return pointer
@@ -298,6 +315,13 @@ class TargetModel:
         return Context(self, n_sequences, n_ctx or self.n_ctx, self.embeddings)
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's vocabulary."""
+        if self._tokenizer is None:
+            raise ConfigError("the model is not loaded")
+        return self._tokenizer
+
+    @property
     def template(self) -> ChatTemplate:
         """The chat template of the file, or the named fallback (see ``template_warning``)."""
         return self._load_template()[0]
@@ -348,9 +372,14 @@ class TargetModel:
         for context in list(self.contexts):
             context.close()
         if self.pointer:
-            self.tokenizer.close()
+            if self._tokenizer is not None:
+                self._tokenizer.close()
             llama_cpp.llama_model_free(self.pointer)
             self.pointer = None
+
+    def __del__(self) -> None:
+        if getattr(self, "pointer", None) and llama_cpp is not None:  # modules go first when the interpreter ends
+            self.close()
 
     def __enter__(self: _Self) -> _Self:
         return self
@@ -361,12 +390,16 @@ class TargetModel:
         self.close()
 
 
+def _tiled_types(header: gguf.GGUFHeader) -> set[str]:
+    return {tensor.type_name for tensor in header.tensors.values()} & _TILED_TYPES
+
+
 def _prepare_exact(header: gguf.GGUFHeader) -> None:
     """Switch off llama.cpp's tiled matmul for the k-quants, which starts at 8 rows and changes bits.
 
     The library reads the variable once, at its first matrix product, so it must be set before any context exists.
     """
-    tiled = {tensor.type_name for tensor in header.tensors.values()} & _TILED_TYPES
+    tiled = _tiled_types(header)
     if not tiled or os.environ.get("GGML_CPU_TILED_MM") == "0":
         return
     if Context.made:

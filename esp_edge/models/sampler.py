@@ -9,11 +9,13 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
 
 from esp_edge._runtime import captured_log, json_schema_to_gbnf, native
 from esp_edge.config import GenerationParams
 from esp_edge.errors import ConfigError, GrammarError
+from esp_edge.models.schema import require_expressible
 
 if TYPE_CHECKING:
     from esp_edge.models.model import TargetModel
@@ -24,6 +26,7 @@ MAX_GRAMMAR_BYTES = 1 << 20
 MAX_NESTING = 1000  # llama.cpp's parser recurses: a deeper grammar would overflow a small native stack
 MAX_SCHEMA_NESTING = 200  # the converter recurses in Python
 MAX_REPEATS = 900  # the converter nests one bracket a repetition
+_COLDEST = 1e-6
 MAX_RULES = 4096  # so does its search for left recursion, one level a rule
 
 _LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*', re.DOTALL)
@@ -84,6 +87,7 @@ def schema_to_grammar(schema: Any) -> str:
         for pattern in _PATTERN.findall(text):
             if math.prod(int(count[:9]) for count in _QUANTITY.findall(pattern)) > MAX_GRAMMAR_BYTES:
                 raise GrammarError(f"the repetitions in the pattern {pattern[:60]!r} multiply to too many; use fewer")
+        require_expressible(schema)
         return check_grammar(json_schema_to_gbnf(text))
     except GrammarError:
         raise
@@ -96,6 +100,14 @@ def schema_to_grammar(schema: Any) -> str:
 _stderr = threading.Lock()
 
 
+def _scratch() -> IO[bytes]:
+    """A temporary file, or the null device where none can be made."""
+    try:
+        return tempfile.TemporaryFile()
+    except OSError:
+        return Path(os.devnull).open("w+b")
+
+
 def _listening(make: Callable[[], Any]) -> tuple[Any, ValueError | None, str]:
     """(what was made, or the error, and what was said meanwhile).
 
@@ -103,10 +115,10 @@ def _listening(make: Callable[[], Any]) -> tuple[Any, ValueError | None, str]:
     log.
     """
     made, failed = None, None
-    with _stderr, tempfile.TemporaryFile() as file, captured_log() as log:
+    with _stderr, _scratch() as file, captured_log() as log:
         saved = os.dup(2)
-        os.dup2(file.fileno(), 2)
         try:
+            os.dup2(file.fileno(), 2)
             made = make()
         except ValueError as error:
             failed = error
@@ -128,7 +140,8 @@ class Sampler:
 
     def __init__(self, model: TargetModel, params: GenerationParams, seed: int, n_ctx: int) -> None:
         settings = native.SamplerParams()
-        settings.temperature = params.temperature
+        # below this a logit divided by it is no float any more
+        settings.temperature = max(params.temperature, _COLDEST) if params.temperature else 0.0
         settings.top_k = params.top_k
         settings.top_p = params.top_p
         settings.min_p = params.min_p

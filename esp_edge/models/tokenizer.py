@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import codecs
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +19,34 @@ __all__ = ["StopMatcher", "TextDecoder", "Tokenizer"]
 
 _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 _SPECIAL = _CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+
+
+_LONG_TEXT = 8192  # bytes
+_STACK_PER_BYTE = 640
+_MOST_STACK = 1 << 30
+_Made = TypeVar("_Made")
+_stack_size = threading.Lock()
+
+
+def _with_deep_stack(n_bytes: int, make: Callable[[], _Made]) -> _Made:
+    """Run ``make`` in a thread whose stack grows with the text.
+
+    Some of llama.cpp's pre-tokenizers are regular expressions that recurse once a character, and 25,000 characters
+    without a break end a process with a common stack.
+
+    Raises:
+        PromptError: the text would need a stack of more than 1 GiB.
+    """
+    needed = n_bytes * _STACK_PER_BYTE + (1 << 20)
+    if needed > _MOST_STACK:
+        raise PromptError(f"a text of {n_bytes} bytes cannot be tokenised at once; split it")
+    with _stack_size, ThreadPoolExecutor(1) as pool:
+        before = threading.stack_size(-(-needed // 65536) * 65536)
+        try:
+            made = pool.submit(make)  # the thread starts here, with this stack
+        finally:
+            threading.stack_size(before)
+        return made.result()
 
 
 def _utf8(text: str) -> bytes:
@@ -56,6 +87,11 @@ class Tokenizer:
             PromptError: the tokenizer refuses the text.
         """
         data = _utf8(text)
+        if len(data) > _LONG_TEXT:
+            return _with_deep_stack(len(data), lambda: self._encode(data, add_special, parse_special))
+        return self._encode(data, add_special, parse_special)
+
+    def _encode(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
         capacity = len(data) + 8
         while True:
             buffer = (llama_cpp.llama_token * capacity)()

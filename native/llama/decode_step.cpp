@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -135,7 +136,12 @@ void DecodeStep::fill_embeddings(const Input &input) {
         if (index < 0 || index >= input.n_mask_vectors) {
             throw std::out_of_range("a mask row points outside the mask vectors");
         }
-        std::memcpy(out, input.mask_vectors + static_cast<std::size_t>(index) * width, width * sizeof(float));
+        const float *vector = input.mask_vectors + static_cast<std::size_t>(index) * width;
+        // attention multiplies a hidden cell by zero, and zero times infinity is not zero
+        if (!std::all_of(vector, vector + width, [](float x) { return std::isfinite(x); })) {
+            throw std::invalid_argument("a mask vector has a value that is not finite");
+        }
+        std::memcpy(out, vector, width * sizeof(float));
     }
     for (std::int32_t i = 0; i < input.pad_rows; ++i) {
         add_token(input.tokens[0]);

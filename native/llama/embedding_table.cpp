@@ -74,6 +74,9 @@ void EmbeddingTable::moments(float *mean, float *std) const {
     std::vector<double> squares(n, 0.0);
     for (std::int64_t token = 0; token < n_vocab_; ++token) {
         row(static_cast<std::int32_t>(token), values.data());
+        if (token % 1024 == 0) {
+            release();
+        }
         for (std::size_t i = 0; i < n; ++i) {
             sum[i] += values[i];
             squares[i] += static_cast<double>(values[i]) * values[i];
