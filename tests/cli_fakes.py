@@ -141,6 +141,7 @@ def make_program(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     for name in list(os.environ):
         if name.startswith("ESP_EDGE_") and name != "ESP_EDGE_CACHE":
             patch.delenv(name)
+    patch.setenv("ESP_EDGE_CONFIG", os.devnull)  # not the file of whoever runs the tests
     return Program(patch, capsys)
 
 

@@ -178,6 +178,10 @@ def test_set_and_show(program: Program) -> None:
         ("/spec", "on or off"),
         ("/save", "name of a file"),
         ("/load no/such.json", "No such file"),
+        ("/save ~nosuchuser/x", "~nosuchuser has no home directory"),
+        ("/load ~nosuchuser/x", "~nosuchuser has no home directory"),
+        ("/save no/such/x.json", "error: no/such/x.json cannot be written: No such file or directory"),
+        ("/save a\0b", "cannot be written"),
         ("/stats", "no answer yet"),
         ("/sats", "did you mean /stats"),
         ("/help me", "takes nothing"),
@@ -300,9 +304,12 @@ def test_ctrl_c_before_the_answer_takes_the_message_back(program: Program) -> No
 COMMAND = [sys.executable, "-m", "esp_edge", "chat", "--mask-init", "vocab-mean", "-t", "1"]
 
 
+ENVIRONMENT = {"COLUMNS": "200", "TERM": "dumb", "ESP_EDGE_CONFIG": os.devnull}
+
+
 def environment() -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("ESP_EDGE_")}
-    return {**own, "ESP_EDGE_CACHE": os.environ["ESP_EDGE_CACHE"], "COLUMNS": "200", "TERM": "dumb"}
+    return {**own, **ENVIRONMENT, "ESP_EDGE_CACHE": os.environ["ESP_EDGE_CACHE"]}
 
 
 @pytest.mark.model

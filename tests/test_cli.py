@@ -17,6 +17,7 @@ import typer
 from cli_fakes import FakeModel, Program, make_program, one_error
 
 import esp_edge.cli
+from esp_edge.cli.config_file import default_path
 from esp_edge.cli.model import hit_table
 from esp_edge.cli.options import DraftOptions, LoadOptions, SamplingOptions, parse_logit_bias, stops_from
 from esp_edge.config import DraftConfig, GenerationParams, ModelConfig
@@ -155,6 +156,89 @@ def test_every_flag_reads_the_environment(program: Program, monkeypatch: pytest.
     assert program.session.draft == DraftConfig(tree=(4, 2), masks=2, prune=False)
     params = program.session.asked[0][1]
     assert (params.max_tokens, params.stop, dict(params.logit_bias)) == (2, ("a b",), {1: 1.0, 2: 2.0})
+
+
+def test_the_command_line_beats_the_environment(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NO_FLASH_ATTN": "1", "GRAMMAR": "root ::= [0-9]", "FILE": "none", "SYSTEM": "s"}.items():
+        monkeypatch.setenv(f"ESP_EDGE_{name}", value)
+    assert program("generate", "hi", "--raw", "-fa", "on", "--json-schema", "{}")[0] == 0
+    assert program.loads[-1][1].flash_attn
+    assert program.session.asked[0] == ("hi", GenerationParams(json_schema={}))
+    monkeypatch.setenv("ESP_EDGE_MODEL", "no/such.gguf")
+    assert "no/such.gguf" in one_error(program("model", "show")[2])
+
+
+def test_a_count_too_large_names_its_bounds(program: Program) -> None:
+    err = one_error(program("generate", "hi", "-n", "99999999999")[2])
+    assert err == "max-tokens must be between 0 and 2147483648, or -1 for no limit, but 99999999999 was given"
+
+
+# -- the configuration file ------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_below_the_environment_and_the_command_line(
+    program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "esp_edge" / "config.toml"
+    file.parent.mkdir()
+    file.write_text(
+        'model = "m"\nctx-size = 50\nmax_tokens = 1\nseed = -1\nstop = "of file"\nprune = false\ntree = [4, 2]\n'
+        '[generate]\nctx_size = 60\ntop_k = 7\nraw = true\nsystem = "s"\n[bench.specbench]\nmax_tokens = 5\n',
+        "utf-8",
+    )
+    monkeypatch.setenv("ESP_EDGE_SEED", "2")
+    monkeypatch.setenv("ESP_EDGE_TOP_K", "8")
+    argv = ("--config", str(file), "generate", "hi", "--top-k", "9", "--system", "mine")
+    assert program(*argv)[0] == 0
+    assert program.loads[-1] == ("m", ModelConfig(n_ctx=60))
+    assert program.session.draft == DraftConfig(tree=(4, 2), masks=2, prune=False)
+    prompt, params = program.session.asked[0]
+    assert params == GenerationParams(max_tokens=1, seed=2, top_k=9, stop=("of file",))
+    assert prompt[0]["content"] == "mine"
+    monkeypatch.setenv("ESP_EDGE_STOP", "of environment")
+    monkeypatch.setenv("ESP_EDGE_CONFIG", str(file))
+    program("chat", stdin=b"hi\n")
+    assert program.loads[-1] == ("m", ModelConfig(n_ctx=50))
+    assert program.session.asked[0][1].stop == ("of environment",)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("ctx_size = ", ".toml is no TOML: "),
+        ("ctx_sise = 5", ".toml: there is no setting ctx_sise; did you mean ctx_size?"),
+        ("[generate]\nrows = 5", ".toml: [generate]: there is no setting rows"),
+        ("[bench.specbensh]\nturns = 'all'", ".toml: [bench]: there is no command specbensh; did you mean specbench?"),
+        ("ctx_size = 5.5", ".toml: ctx_size = 5.5: "),
+        ("prune = 'maybe'", ".toml: prune must be true or false"),
+        ("system = {a = 1}", ".toml: system must be a text"),
+        ("config = 'x'", ".toml: there is no setting config"),
+    ],
+)
+def test_a_wrong_file_is_one_line(program: Program, tmp_path: Path, text: str, why: str) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(text, "utf-8")
+    code, out, err = program("--config", str(file), "generate", "hi")
+    assert (code, out) == (1, "")
+    assert why in one_error(err)
+    assert program.loads == []
+
+
+def test_where_the_file_is_looked_for(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    home, name = Path("/home/me"), Path("esp_edge", "config.toml")
+    assert default_path("linux", {}, home) == home / ".config" / name
+    assert default_path("linux", {"XDG_CONFIG_HOME": "/etc/me"}, home) == Path("/etc/me") / name
+    assert default_path("darwin", {}, home) == home / "Library" / "Application Support" / name
+    assert default_path("win32", {"APPDATA": "/roaming"}, home) == Path("/roaming") / name
+    assert "cannot be read" in one_error(program("--config", "no/such.toml", "generate", "hi")[2])
+    for variable in ("XDG_CONFIG_HOME", "HOME", "APPDATA", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.delenv("ESP_EDGE_CONFIG")
+    assert program("generate", "hi")[:2] == (0, "You said hi\n"), "it need not be there"
+    file = default_path(sys.platform, os.environ, tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_text("max_tokens = 1", "utf-8")
+    assert program("generate", "hi")[1] == "You \n"
 
 
 # -- generate --------------------------------------------------------------------------------------------------------
@@ -379,6 +463,14 @@ def test_jsonl_raw_and_system(program: Program) -> None:
         ('{"id": 1, "prompt": "a", "temperature": NaN}', "temp must be"),
         ('{"id": 1, "prompt": "a", "stop": 5}', "stop must be"),
         ('{"id": 1, "prompt": "a", "stop": [5]}', "stop texts must be"),
+        (f'{{"id": 1, "prompt": "a", "temperature": {"9" * 401}}}', "3: "),
+        (f'{{"id": 1, "prompt": "a", "logit_bias": {{"5": {"9" * 401}}}}}', "3: "),
+        ('{"id": 1, "prompt": "a", "top_k": -1}', "top-k must be"),
+        ('{"id": 1, "prompt": "a", "logit_bias": {"x": 1}}', "logit_bias must be"),
+        ('{"id": 1, "prompt": "a", "json_schema": "{}"}', "json_schema must be"),
+        ('{"id": 1, "prompt": "a", "grammar": 5}', "grammar must be"),
+        ('{"id": 1, "prompt": "a", "temp": 1}', "temp must be written temperature"),
+        ('{"id": 1, "prompt": "a", "top-k": 1}', "top-k must be written top_k"),
         ('{"id": 0, "prompt": "a"}', "id 0 was used in line 1"),
         (b'{"id": "\xff", "prompt": "a"}', "UTF-8"),
     ],
@@ -410,21 +502,28 @@ def test_a_failing_request_does_not_stop_the_others(program: Program) -> None:
 def test_results_file_is_resumed(program: Program, tmp_path: Path) -> None:
     file = jsonl(tmp_path / "in.jsonl", *({"id": i, "prompt": f"p{i}"} for i in range(4)))
     out = tmp_path / "out.jsonl"
-    out.write_text('{"id": 0, "text": "old"}\n{"id": 2, "error": {}}\n{"id": 1, "te', "utf-8")  # a crash cut it off
+    old = '{"id": 0, "text": "old", "token_ids": []}\n{"id": 2, "error": {}}\n'
+    out.write_text(old + '{"id": 1, "te', "utf-8")  # a crash cut it off
     code, printed, err = program("generate", "--jsonl", file, "--out", str(out))
     documents = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
-    assert [document["id"] for document in documents] == [0, 2, 1, 3]
-    assert (documents[0]["text"], documents[2]["text"]) == ("old", "You said p1")
-    assert printed == ""
-    assert "2 of 4 requests are answered" in err
-    assert code == 1, "request 2 failed in the first run"
-    assert program("generate", "--jsonl", file, "--out", str(out))[0] == 1
+    assert [document["id"] for document in documents] == [0, 2, 1, 2, 3], "request 2 failed in the first run"
+    assert [document.get("text") for document in documents] == [
+        "old",
+        None,
+        "You said p1",
+        "You said p2",
+        "You said p3",
+    ]
+    assert (code, printed) == (0, "")
+    assert "1 of 4 requests are answered" in err
+    assert program("generate", "--jsonl", file, "--out", str(out))[0] == 0
     assert len(program.loads) == 1, "nothing was left to do"
 
 
 def test_results_are_not_appended_to_another_file(program: Program, tmp_path: Path) -> None:
     file = jsonl(tmp_path / "in.jsonl", {"id": 1, "prompt": "p"})
-    for content in ("# Notes\n", '{"a": 1}\n', '{"id": []}\n'):
+    foreign = ("# Notes", '{"a": 1}', '{"id": []}', '{"id": 1, "prompt": "p"}', '{"id": true, "error": {}}')
+    for content in [text + end for text in foreign for end in ("", "\n")]:
         other = tmp_path / "notes.md"
         other.write_text(content, "utf-8")
         code, _, err = program("generate", "--jsonl", file, "--out", str(other))
@@ -432,6 +531,38 @@ def test_results_are_not_appended_to_another_file(program: Program, tmp_path: Pa
         assert "notes.md:1 is not a result" in one_error(err)
         assert other.read_text("utf-8") == content
     assert program.loads == []
+
+
+def test_a_whole_result_without_its_line_end_is_kept(program: Program, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "in.jsonl", {"id": 1, "prompt": "p"}, {"id": 2, "prompt": "q"})
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"id": 1, "token_ids": []}', "utf-8")
+    assert program("generate", "--jsonl", file, "--out", str(out))[0] == 0
+    assert [json.loads(line)["id"] for line in out.read_text("utf-8").splitlines()] == [1, 2]
+
+
+def test_requests_are_not_their_results(program: Program, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "in.jsonl", {"id": 1, "prompt": "p"})
+    code, _, err = program("generate", "--jsonl", file, "--out", f"{tmp_path}/./in.jsonl")
+    assert code == 2
+    assert "file of the requests" in one_error(err)
+    assert Path(file).read_text("utf-8") == '{"id": 1, "prompt": "p"}\n'
+
+
+def test_a_request_has_every_setting_of_an_answer(program: Program) -> None:
+    own = {"top_k": 3, "logprobs": 1, "logit_bias": {"5": 1.5}, "dry_sequence_breakers": ["."], "ignore_eos": True}
+    line = json.dumps({"id": 1, "prompt": "p", "json_schema": {"type": "integer"}, "grammar": None, **own})
+    code, out, _ = program("generate", "--jsonl", "-", "--grammar", "root ::= [0-9]", stdin=line.encode())
+    wanted = GenerationParams(
+        top_k=3,
+        logprobs=1,
+        logit_bias={5: 1.5},
+        dry_sequence_breakers=(".",),
+        ignore_eos=True,
+        json_schema={"type": "integer"},
+    )
+    assert (code, program.session.asked[0][1]) == (0, wanted)
+    assert "logprobs" in json.loads(out)
 
 
 def test_ctrl_c_in_a_batch_leaves_whole_documents(program: Program, tmp_path: Path) -> None:
@@ -462,6 +593,15 @@ def test_help_and_version(program: Program) -> None:
         assert (code, err) == (0, "")
         assert "Usage: esp-edge" in out
     assert program("--version") == (0, f"esp-edge {esp_edge.__version__}\n", "")
+
+
+@pytest.mark.parametrize("argv", [("--version",), ("generate", "hi")])
+def test_closed_outputs_are_no_reason_to_fail(
+    program: Program, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert program(*argv)[0] == 0
 
 
 def test_help_names_every_setting(program: Program) -> None:
@@ -512,9 +652,12 @@ def command(*argv: str) -> list[str]:
     return [sys.executable, "-m", "esp_edge", *argv]
 
 
+ENVIRONMENT = {"COLUMNS": "200", "TERM": "dumb", "ESP_EDGE_CONFIG": os.devnull}
+
+
 def environment() -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("ESP_EDGE_")}
-    return {**own, "ESP_EDGE_CACHE": os.environ["ESP_EDGE_CACHE"], "COLUMNS": "200", "TERM": "dumb"}
+    return {**own, **ENVIRONMENT, "ESP_EDGE_CACHE": os.environ["ESP_EDGE_CACHE"]}
 
 
 def run(*argv: str, stdin: bytes = b"") -> tuple[int, str, str]:
@@ -663,6 +806,13 @@ def test_show_and_calibrate_a_tiny_model(tiny: Callable[..., Path]) -> None:
     code, out, err = run("model", "calibrate", "-t", "1", path)
     assert code == 0, err
     assert "chosen: --mask-init " in out
+
+
+def test_show_tells_why_a_template_is_of_no_use(tiny: Callable[..., Path]) -> None:
+    code, out, err = run("model", "show", str(tiny("llama", chat_template="{% if x %}oh")))
+    assert (code, err) == (0, "")
+    assert "chat template" in out
+    assert "does not compile" in out
 
 
 def test_a_model_that_cannot_be_probed_says_so_once(tiny: Callable[..., Path]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
@@ -11,15 +13,21 @@ import typer
 
 from esp_edge.cli.bench import cost, specbench
 from esp_edge.cli.chat import chat
+from esp_edge.cli.config_file import read_defaults
 from esp_edge.cli.generate import generate
 from esp_edge.cli.model import calibrate, quantize, show
-from esp_edge.cli.options import expand_options
+from esp_edge.cli.options import command_line_first, expand_options
 from esp_edge.cli.output import BROKEN_PIPE, error, one_line_errors, quiet_stdout, write_text
 
 __all__ = ["app", "main"]
 
 PROGRAM = "esp-edge"
 ENVIRONMENT = "Flags are also read from the environment: --ctx-size from ESP_EDGE_CTX_SIZE."
+CONFIG = (
+    "TOML file with flags, such as ctx_size = 2048; those of one command in its table, generate or "
+    "bench.specbench. The command line counts first, then the environment, this file, the defaults. (default: "
+    "$ESP_EDGE_CONFIG, or esp_edge/config.toml under ~/.config, %APPDATA% or ~/Library/Application Support)"
+)
 # The base of everything a wrong command line raises; its home differs between versions of typer.
 _UsageError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 _GROUP: dict[str, Any] = {
@@ -40,11 +48,18 @@ def _add(group: typer.Typer, function: Callable[..., None]) -> None:
     command = expand_options(function)
 
     @functools.wraps(command)
-    def guarded(**values: Any) -> None:
-        with one_line_errors():
-            command(**values)
+    def guarded(context: typer.Context, **values: Any) -> None:
+        def source(name: str) -> str:
+            found = context.get_parameter_source(name)
+            return "DEFAULT" if found is None else found.name
 
-    guarded.__signature__ = command.__signature__  # type: ignore[attr-defined]
+        with one_line_errors():
+            command(**command_line_first(values, source))
+
+    parameters = inspect.signature(command).parameters.values()
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    guarded.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+    guarded.__annotations__ = {"context": typer.Context, **command.__annotations__}
     group.command(function.__name__, epilog=ENVIRONMENT)(guarded)
 
 
@@ -64,6 +79,10 @@ for _group, _function in (
 def _program(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    config: Annotated[
+        str | None,
+        typer.Option("--config", metavar="FILE", envvar="ESP_EDGE_CONFIG", show_envvar=False, help=CONFIG),
+    ] = None,
 ) -> None:
     if version:
         from esp_edge import __version__  # noqa: PLC0415
@@ -71,6 +90,9 @@ def _program(
         write_text(f"{PROGRAM} {__version__}\n")
     elif context.invoked_subcommand is None:
         write_text(context.get_help())
+    else:
+        with one_line_errors():
+            context.default_map = read_defaults(config, context)
 
 
 @models.callback()
@@ -82,10 +104,18 @@ def _group_help(context: typer.Context) -> None:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the program and exit: 0, 1 after an error, 2 after a wrong command line, 130 after Ctrl-C."""
+    _open_streams()
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     sys.exit(_run(None if argv is None else list(argv)))
+
+
+def _open_streams() -> None:
+    """Give closed outputs (``>&-``) a place where nobody reads, instead of None."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open to the end
 
 
 def _run(argv: list[str] | None) -> int:

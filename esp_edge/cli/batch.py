@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
@@ -22,6 +23,21 @@ if TYPE_CHECKING:
 __all__ = ["Request", "finished", "open_results", "read_requests", "run"]
 
 RequestId: TypeAlias = str | int
+_SETTINGS = frozenset(field.name for field in fields(GenerationParams))
+# names of the flags and of other programs, which would be taken for remarks and change nothing
+_OTHER_NAMES = {
+    "temp": "temperature",
+    "typical": "typical_p",
+    "n_predict": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "grammar_file": "grammar",
+    "json_schema_file": "json_schema",
+}
+_KINDS: dict[str, tuple[type, str]] = {
+    "grammar": (str, "a GBNF text"),
+    "json_schema": (dict, "an object"),
+    "ignore_eos": (bool, "true or false"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +123,46 @@ def _prompt(document: Mapping[str, Any], system: str | None, raw: bool) -> Promp
 
 
 def _own_params(document: Mapping[str, Any], params: GenerationParams) -> GenerationParams:
-    own: dict[str, Any] = {}
-    for name in ("max_tokens", "temperature", "seed"):
-        if document.get(name) is not None:
-            own[name] = document[name]
-    stop = document.get("stop")
-    if stop is not None:
-        if not isinstance(stop, str | list):
-            raise PromptError(f"stop must be a text or a list of texts, but {stop!r} was found")
-        own["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    return replace(params, **own)
+    """The command's settings with the line's own in their place; null = the command's."""
+    for key in document:
+        name = key.replace("-", "_")
+        name = _OTHER_NAMES.get(name, name)
+        if name in _SETTINGS and name != key:
+            raise PromptError(f"{key} must be written {name} in a request")
+    own = {key: _setting(key, value) for key, value in document.items() if key in _SETTINGS and value is not None}
+    if "grammar" in own:  # the line's own shape of an answer replaces the command's, whichever way it is written
+        own.setdefault("json_schema", None)
+    elif "json_schema" in own:
+        own["grammar"] = None
+    try:
+        return replace(params, **own)
+    except OverflowError:
+        raise PromptError("a number of the request is too large") from None
+
+
+def _setting(name: str, value: Any) -> Any:
+    """A setting as :class:`GenerationParams` holds it; numbers are checked there."""
+    if name in ("stop", "dry_sequence_breakers"):
+        if not isinstance(value, str | list):
+            raise PromptError(f"{name} must be a text or a list of texts, but {value!r} was found")
+        return (value,) if isinstance(value, str) else tuple(value)
+    if name == "logit_bias":
+        if not isinstance(value, dict) or not all(key.isdecimal() and len(key) < 10 for key in value):
+            raise PromptError(f"logit_bias must be an object of token ids and numbers, but {value!r} was found")
+        return {int(key): bias for key, bias in value.items()}
+    kind, wanted = _KINDS.get(name, (object, ""))
+    if not isinstance(value, kind):
+        raise PromptError(f"{name} must be {wanted}, but {value!r} was found")
+    return value
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
 def finished(path: Path) -> dict[RequestId, bool]:
-    """Ids that a results file already answers, and whether with an error. A line cut off by a crash is removed.
+    """Ids of the documents of a results file, and whether the last one of an id is an error.
+
+    A line cut off by a crash is removed, and a last line that only lacks its end gets one.
 
     Raises:
         PromptError: a line that is no result; nothing is written to such a file.
@@ -131,20 +170,51 @@ def finished(path: Path) -> dict[RequestId, bool]:
     if not path.exists():
         return {}
     data, name = read_bytes(path)
-    whole = data[: data.rfind(b"\n") + 1]
+    end = data.rfind(b"\n") + 1
     done: dict[RequestId, bool] = {}
-    for number, line in enumerate(whole.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            document = _json_object(line)
-            done[document["id"]] = "error" in document
-        except (PromptError, KeyError, TypeError):
-            raise PromptError(f"{name}:{number} is not a result of an earlier run; choose another --out file") from None
-    if len(whole) < len(data):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
+    lines = data[:end].split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if line.strip() and not _count_result(line, done):
+            raise _no_result(name, number)
+    tail = data[end:]
+    if not tail:
+        return done
+    if _count_result(tail, done):
+        with path.open("ab") as file:
+            file.write(b"\n")
+    elif _is_torn(tail, bool(done)):
+        os.truncate(path, end)
+    else:
+        raise _no_result(name, len(lines))
     return done
+
+
+def _no_result(name: str, number: int) -> PromptError:
+    return PromptError(f"{name}:{number} is not a result of an earlier run; choose another --out file")
+
+
+def _count_result(line: bytes, done: dict[RequestId, bool]) -> bool:
+    """Enter a line into ``done`` if it is a result; whether it was."""
+    try:
+        document = _json_object(line)
+    except PromptError:
+        return False
+    request_id = document.get("id")
+    if not isinstance(request_id, str | int) or isinstance(request_id, bool):
+        return False
+    if "error" not in document and not isinstance(document.get("token_ids"), list):
+        return False
+    done[request_id] = "error" in document
+    return True
+
+
+def _is_torn(tail: bytes, after_results: bool) -> bool:
+    """Whether an unterminated line is the start of a result: of somebody else's file nothing may be cut off."""
+    try:
+        _json_object(tail)
+    except PromptError:
+        return after_results or tail.startswith(b'{"id": ')
+    return False
 
 
 @contextmanager

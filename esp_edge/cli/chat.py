@@ -334,4 +334,8 @@ def _say(text: str) -> None:
 def _path(argument: str, command: str) -> Path:
     if not argument:
         raise ConfigError(f"{command} needs the name of a file")
-    return Path(argument).expanduser()
+    try:
+        return Path(argument).expanduser()
+    except RuntimeError:
+        user = Path(argument).parts[0]
+        raise ConfigError(f"{command}: {user} has no home directory; write its path out, or ./{user}") from None

@@ -7,6 +7,7 @@ import difflib
 import json
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,15 +61,19 @@ class Conversation:
         """Write the messages as JSON. A file that is no saved chat is not overwritten.
 
         Raises:
-            PromptError: the file is something else.
-            OSError: it cannot be written.
+            PromptError: the file is something else or cannot be written.
         """
-        if path.exists():
+        if os.path.exists(path):  # unlike Path.exists it never raises
             _read_chat(path)
         text = json.dumps({"model": model, "messages": self.messages()}, ensure_ascii=False, indent=2) + "\n"
         part = path.with_name(path.name + ".part")
-        part.write_text(text, "utf-8", errors="replace")
-        os.replace(part, path)
+        try:
+            part.write_text(text, "utf-8", errors="replace")
+            os.replace(part, path)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+            with suppress(OSError, ValueError):
+                part.unlink()
+            raise PromptError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
     @classmethod
     def load(cls, path: Path) -> Conversation:

@@ -50,7 +50,10 @@ def generate(
         option("--jsonl", text="Answer many requests, one {id, prompt or messages} a line; - = stdin."),
     ] = None,
     out: Annotated[
-        Path | None, option("--out", text="With --jsonl: append to a file; ids already there are skipped.")
+        Path | None,
+        option(
+            "--out", text="With --jsonl: append to a file; ids answered there are skipped, failed ones asked again."
+        ),
     ] = None,
     stats: Annotated[
         bool | None, option("--stats/--no-stats", text="One line of statistics in the end. (default: on a terminal)")
@@ -84,6 +87,15 @@ def _check_usage(prompt: str | None, file: Path | None, jsonl: Path | None, out:
         raise typer.BadParameter(f"give one of PROMPT, --file and --jsonl, not {' and '.join(sources)}")
     if out is not None and jsonl is None:
         raise typer.BadParameter("it holds the results of --jsonl; without that, use > FILE", param_hint="'--out'")
+    if out is not None and jsonl is not None and _is_same_file(jsonl, out):
+        raise typer.BadParameter("it is the file of the requests; results need their own", param_hint="'--out'")
+
+
+def _is_same_file(first: Path, second: Path) -> bool:
+    try:
+        return first.samefile(second)
+    except (OSError, ValueError):  # one of them is not there, or cannot be a name
+        return False
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -124,8 +136,8 @@ def _run_batch(
     requests: list[batch.Request], out: Path | None, model: str, loading: ModelConfig, drafting: DraftConfig
 ) -> None:
     done = {} if out is None else batch.finished(out)
-    todo = [request for request in requests if request.request_id not in done]
-    n_failed = sum(done.get(request.request_id, False) for request in requests)
+    todo = [request for request in requests if done.get(request.request_id, True)]
+    n_failed = 0
     if len(todo) < len(requests):
         note(f"{len(requests) - len(todo)} of {len(requests)} requests are answered in {out} already")
     if todo:
@@ -136,7 +148,7 @@ def _run_batch(
             open_session(model, loading, drafting) as session,
             Bar("answering", shown=shown) as bar,
         ):
-            n_failed += batch.run(session, todo, results, bar=bar)
+            n_failed = batch.run(session, todo, results, bar=bar)
     if n_failed:
         note(f"{n_failed} of {len(requests)} requests failed; their documents say why")
         raise typer.Exit(1)

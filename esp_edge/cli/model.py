@@ -14,14 +14,19 @@ from esp_edge.cli.answer import load_model
 from esp_edge.cli.options import LoadOptions, option
 from esp_edge.cli.output import Bar, note, one_line, print_json, warnings_as_notes, write_text
 from esp_edge.config import DraftConfig
-from esp_edge.errors import UnsupportedModelError
+from esp_edge.errors import PromptError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from esp_edge.models.model import TargetModel
 
 __all__ = ["calibrate", "describe", "quantize", "show"]
 
-ModelArgument = Annotated[str, typer.Argument(help="File, owner/repo[:QUANT] on Hugging Face, or smollm2.")]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help="File, owner/repo[:QUANT] on Hugging Face, or smollm2.", envvar="ESP_EDGE_MODEL", show_envvar=False
+    ),
+]
 
 
 # -- show ------------------------------------------------------------------------------------------------------------
@@ -63,7 +68,7 @@ def describe(model: TargetModel) -> dict[str, Any]:
         "n_head_kv": header.hyperparameter("attention.head_count_kv", heads),
         "n_vocab": tokenizer.n_vocab,
         "chat_template": _first_line(header.metadata.get("tokenizer.chat_template")),
-        "template_warning": model.template_warning,
+        **_template_problems(model),
         "bos": _token(model, tokenizer.bos),
         "eos": _token(model, tokenizer.eos),
         "eog": [_token(model, token_id) for token_id in sorted(tokenizer.eog_ids)],
@@ -79,6 +84,14 @@ def describe(model: TargetModel) -> dict[str, Any]:
             **gguf.memory_estimate(header, model.n_ctx, model.config.type_k, model.config.type_v),
         },
     }
+
+
+def _template_problems(model: TargetModel) -> dict[str, str | None]:
+    """What chats are warned of, and why they fail."""
+    try:
+        return {"template_warning": model.template_warning, "template_error": None}
+    except PromptError as error:  # it does not compile; everything else about the file can still be told
+        return {"template_warning": None, "template_error": str(error)}
 
 
 def _first_line(template: Any) -> str | None:
@@ -105,7 +118,7 @@ def _rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("layers", _or_dash(document["n_layer"])),
         ("heads", f"{_or_dash(document['n_head'])}, of keys and values {_or_dash(document['n_head_kv'])}"),
         ("vocabulary", f"{document['n_vocab']:,} tokens"),
-        ("chat template", _shortened(document["chat_template"] or "none in the file")),
+        ("chat template", document["template_error"] or _shortened(document["chat_template"] or "none in the file")),
         *([("", document["template_warning"])] if document["template_warning"] else []),
         ("BOS, EOS", ", ".join(_token_text(document[name]) for name in ("bos", "eos"))),
         ("ends an answer", ", ".join(map(_token_text, document["eog"])) or "no token"),

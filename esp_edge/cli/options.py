@@ -28,6 +28,7 @@ __all__ = [
     "LoadOptions",
     "ModelName",
     "SamplingOptions",
+    "command_line_first",
     "expand_options",
     "option",
     "with_tree",
@@ -81,6 +82,33 @@ def expand_options(function: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
     command.__annotations__ = {flag.name: flag.annotation for flag in flags}
     return command
+
+
+# Flags that exclude each other: the one nearest to the user counts, the others are as if they were not given.
+_RIVALS: tuple[dict[str, Any], ...] = (
+    {"flash_attn": "on", "no_flash_attn": False},
+    {"grammar": None, "grammar_file": None, "json_schema": None, "json_schema_file": None},
+    {"prompt": None, "file": None, "jsonl": None},
+    {"raw": False, "system": None},
+)
+_SOURCES = ("COMMANDLINE", "ENVIRONMENT", "DEFAULT_MAP")
+
+
+def command_line_first(values: Mapping[str, Any], source: Callable[[str], str]) -> dict[str, Any]:
+    """Values of a command without those that clash with one from nearer: command line > environment > file.
+
+    Args:
+        values: of all its parameters.
+        source: of a parameter, in click's words.
+    """
+    found = dict(values)
+    if "stop" in found and source("stop") == "DEFAULT_MAP" and os.environ.get("ESP_EDGE_STOP"):
+        found["stop"] = None  # SamplingOptions reads that variable
+    for rivals in _RIVALS:
+        sources = {name: source(name) for name in rivals if name in found}
+        nearest = next((kind for kind in _SOURCES if kind in sources.values()), None)
+        found |= {name: rivals[name] for name, kind in sources.items() if kind != nearest}
+    return found
 
 
 def _fields(group: Any) -> list[inspect.Parameter]:
@@ -271,6 +299,9 @@ class SamplingOptions:
             PromptError: a file cannot be read.
             GrammarError: a schema that is no JSON object.
         """
+        if not -1 <= self.max_tokens <= 1 << 31:
+            wanted = f"max-tokens must be between 0 and {1 << 31}, or -1 for no limit"
+            raise ConfigError(f"{wanted}, but {self.max_tokens} was given")
         return GenerationParams(
             max_tokens=None if self.max_tokens == -1 else self.max_tokens,
             stop=tuple(self.stop or stops_from(os.environ.get("ESP_EDGE_STOP", ""))),

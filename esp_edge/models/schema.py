@@ -11,7 +11,29 @@ __all__ = ["require_expressible"]
 
 # constraints that llama-cpp-python's converter does not know and would drop
 _UNKNOWN = frozenset(
-    ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "uniqueItems", "contains", "minContains", "maxContains", "patternProperties", "propertyNames", "minProperties", "maxProperties", "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"]
+    [
+        "minimum",
+        "maximum",
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "multipleOf",
+        "uniqueItems",
+        "contains",
+        "minContains",
+        "maxContains",
+        "patternProperties",
+        "propertyNames",
+        "minProperties",
+        "maxProperties",
+        "not",
+        "if",
+        "then",
+        "else",
+        "dependentRequired",
+        "dependentSchemas",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+    ]
 )
 _OF_SCHEMAS = ("properties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
