@@ -20,14 +20,16 @@ PLAIN = DraftConfig(drafter="none")
 NEAR_TIE = 0.25  # log-probability between the two best tokens
 
 
-def answer(session: esp_edge.Session, prompt: Any, params: GenerationParams) -> tuple[list[int], list[float]]:
-    """Token ids, and how far the best token was ahead of the second at each of them."""
+def answer(
+    session: esp_edge.Session, prompt: Any, params: GenerationParams
+) -> tuple[list[int], list[tuple[tuple[int, float], ...]]]:
+    """Token ids, and the likeliest tokens with their log-probabilities at each of them."""
     ids: list[int] = []
-    margins: list[float] = []
+    likeliest: list[tuple[tuple[int, float], ...]] = []
     for chunk in session.generate(prompt, params):
         ids += chunk.token_ids
-        margins += [entry.top[0][1] - entry.top[1][1] for entry in chunk.logprobs]
-    return ids, margins
+        likeliest += [entry.top for entry in chunk.logprobs]
+    return ids, likeliest
 
 
 def first_of_each_category(questions: list[dict[str, Any]]) -> list[list[dict[str, str]]]:
@@ -98,19 +100,21 @@ def test_exact_mode_holds_for_every_tree_and_mask(exact_q4_0: esp_edge.Model, dr
 def test_default_mode_differs_at_near_ties_only(
     quantized: Callable[[str], Path], questions: list[dict[str, Any]]
 ) -> None:
-    params = GenerationParams(max_tokens=32, logprobs=2)
+    params = GenerationParams(max_tokens=32, logprobs=3)
     with (
         esp_edge.load(quantized("Q8_0"), ModelConfig(n_ctx=2560)) as model,
         model.session(PLAIN) as plain,
         model.session(DraftConfig(block_complexity=30)) as esp,
     ):
         for messages in first_of_each_category(questions)[:6]:
-            wanted, margins = answer(plain, messages, params)
+            wanted, likeliest = answer(plain, messages, params)
             found, _ = answer(esp, messages, params)
             different = (i for i, pair in enumerate(zip(wanted, found, strict=False)) if pair[0] != pair[1])
             for at in islice(different, 1):
-                print(f"differs at token {at}, top-2 margin {margins[at]:.4f}")
-                assert margins[at] < NEAR_TIE
+                others = dict(likeliest[at])
+                behind = others[wanted[at]] - others.get(found[at], float("-inf"))
+                print(f"differs at token {at}: the other choice was {behind:.4f} behind")
+                assert behind < NEAR_TIE
 
 
 def test_auto_finds_the_mean_of_the_vocabulary(exact_q4_0: esp_edge.Model) -> None:
@@ -131,24 +135,26 @@ def test_exact_mode_bounds_the_block(exact_q4_0: esp_edge.Model) -> None:
 
 
 RESIDENT = """
-import resource, sys
+import re, sys
 import esp_edge
 from esp_edge import DraftConfig, GenerationParams, ModelConfig
 draft = DraftConfig(drafter=sys.argv[2], mask_init="vocab-mean", block_complexity=30)
 with esp_edge.load(sys.argv[1], ModelConfig(n_ctx=4096)) as model, model.session(draft) as session:
     for chunk in session.generate([100 + i % 2000 for i in range(1500)], GenerationParams(max_tokens=24)):
         pass
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(peak)
+# not getrusage: its peak is inherited from the process that started this one
+print(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
 """
 
 
-def test_esp_needs_three_percent_more_memory_at_most(quantized: Callable[[str], Path]) -> None:
-    def peak(drafter: str) -> int:
-        command = [sys.executable, "-c", RESIDENT, str(quantized("Q4_0")), drafter]
-        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+if sys.platform == "linux":  # the peak is read from /proc
 
-    peak("esp")  # the mean over the vocabulary is cached now
-    plain, esp = peak("none"), peak("esp")
-    print(f"peak resident set: plain {plain} KiB, ESP {esp} KiB")
-    assert esp <= 1.03 * plain
+    def test_esp_needs_three_percent_more_memory_at_most(quantized: Callable[[str], Path]) -> None:
+        def peak(drafter: str) -> int:
+            command = [sys.executable, "-c", RESIDENT, str(quantized("Q4_0")), drafter]
+            return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+        peak("esp")  # the mean over the vocabulary is cached now
+        plain, esp = peak("none"), peak("esp")
+        print(f"peak resident set: plain {plain} KiB, ESP {esp} KiB")
+        assert esp <= 1.03 * plain
