@@ -651,12 +651,13 @@ def test_specbench_command(program: Program, tiny: Callable[..., Path], tmp_path
     assert json.loads((folder / "summary.json").read_text("utf-8")) == summary
     assert set(summary["machine"]) >= MACHINE_KEYS
     assert [(row["drafter"], row["block_complexity"]) for row in summary["rows"] if row["category"] == "all"] == [
-        *[("none", 1), ("esp[mask-init=vocab-mean]", 4), ("esp[mask-init=vocab-mean]", 6)]
+        *[("none", 1), ("esp[mask-init=vocab-mean]", 4), ("esp[mask-init=vocab-mean]", 6), ("none[stock]", 1)]
     ]
     for row in summary["rows"]:
         assert list(row)[: len(ROW_KEYS)] == ROW_KEYS
-        assert row["identical"] == row["n_prompts"]
-    assert len((folder / "results.jsonl").read_text("utf-8").splitlines()) == 2 * 3 * 2
+        assert row["identical"] == row["n_prompts"] or row["drafter"] == "none[stock]"
+        assert row["speedup_stock"] > 0
+    assert len((folder / "results.jsonl").read_text("utf-8").splitlines()) == 2 * 4 * 2
     assert "# Benchmark" in (folder / "report.md").read_text("utf-8")
     assert len(list((folder / "plots").glob("*.png"))) == len(list((folder / "plots").glob("*.svg"))) == 6
     code, _, err = program(*arguments, "--turns", "first", "--repeat", "2")

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from esp_edge.bench.results import NEAR_TIE, Difference, Record
+from esp_edge.bench.results import NEAR_TIE, STOCK_KIND, Difference, Record
 from esp_edge.config import GenerationParams
 from esp_edge.metrics import GenerationStats
 from esp_edge.session import Session, TokenLogprob
 
-__all__ = ["Answer", "Parting", "converse", "explain", "parting"]
+__all__ = ["Answer", "Parting", "converse", "explain", "parting", "stock_difference"]
 
 RIVALS = 16  # likeliest tokens looked at where an answer differs
 
@@ -108,6 +108,25 @@ def explain(plain: Session, turns: Sequence[str], params: GenerationParams, foun
         top2_margin=top2,
         margin=margin,
         kind=kind,
+    )
+
+
+def stock_difference(found: Record, at: Parting) -> Difference:
+    """A difference of stock plain decoding from the exact one: both are the model's own choices, nothing failed."""
+    return Difference(
+        model=found.model,
+        repeat=found.repeat,
+        question_id=found.question_id,
+        category=found.category,
+        drafter=found.drafter,
+        block_complexity=found.block_complexity,
+        turn=at.turn,
+        position=at.position,
+        expected=at.expected,
+        found=at.found,
+        top2_margin=None,
+        margin=None,
+        kind=STOCK_KIND,
     )
 
 

@@ -17,7 +17,8 @@ CONVENTIONS = """\
 tau and the first speedup are pooled: sum of tokens / sum of passes or time, prefill pass excluded. Spec-Bench takes the
 mean over questions of each question's tokens/s and divides it by plain decoding's, prefill included; its mean accepted
 length is the pooled tau. `mean tau` is the mean over questions. `[keep]` rows carry their tables from question to
-question, all others begin every answer with empty ones."""
+question, all others begin every answer with empty ones. In exact mode `speedup` compares with exact plain decoding, which pads its
+single rows to two; `over stock` compares with plain decoding of the default mode, `none[stock]`, from the same run."""
 
 
 def lane_name(row: Row) -> str:
@@ -149,8 +150,9 @@ def _speed_cell(row: Row) -> str:
 
 
 def _main_table(rows: Sequence[Row]) -> str:
+    exact = any(row["speedup_stock"] is not None for row in rows)
     head = ["drafter @ block complexity", "tau", "rows/pass", "tokens/s", "speedup", "min..max"]
-    head += ["same as plain", "near-ties", "different", "host ms/pass", "model ms/pass"]
+    head += ["over stock"] * exact + ["same as plain", "near-ties", "different", "host ms/pass", "model ms/pass"]
     return markdown_table(
         head,
         [
@@ -161,6 +163,7 @@ def _main_table(rows: Sequence[Row]) -> str:
                 f"{row['tokens_per_second']:.1f}",
                 f"{row['speedup']:.2f}x",
                 f"{row['speedup_min']:.2f}..{row['speedup_max']:.2f}",
+                *([f"{row['speedup_stock']:.2f}x"] if exact else []),
                 _same(row),
                 str(row["near_ties"]),
                 _different(row),

@@ -16,9 +16,10 @@ from typing import Any, TypeAlias, TypeVar
 from esp_edge.errors import ConfigError
 from esp_edge.metrics import GenerationStats
 
-__all__ = ["NEAR_TIE", "Difference", "Record", "RunDirectory", "Turn", "Unit", "write_json"]
+__all__ = ["NEAR_TIE", "STOCK_KIND", "Difference", "Record", "RunDirectory", "Turn", "Unit", "write_json"]
 
 NEAR_TIE = 0.25  # log-probability between plain decoding's token and the other one (docs: exactness)
+STOCK_KIND = "stock"
 VERSION = 1
 RECORDS, DIFFERENCES = "results.jsonl", "differences.jsonl"
 SHOWN = 4  # entries of a list in a message
@@ -113,7 +114,8 @@ class Difference:
         expected, found: token of plain decoding and of the drafter; None where an answer had ended.
         top2_margin: log-probability between plain decoding's first and second choice there; None when sampled.
         margin: between its choice and the drafter's token; None when sampled, or when that was far from likely.
-        kind: ``near-tie`` (margin up to 0.25), ``different``, or ``sampled`` (a drawn token has no margin).
+        kind: ``near-tie`` (margin up to 0.25), ``different``, ``sampled`` (a drawn token has no margin), or ``stock``
+            (the default mode's plain decoding beside an exact run).
     """
 
     model: str
@@ -142,7 +144,7 @@ class Difference:
 
     def is_failure(self, exact: bool) -> bool:
         """Whether the run must not pass: any difference in exact mode, else one that is no near-tie."""
-        return exact or self.kind == "different"
+        return self.kind != STOCK_KIND and (exact or self.kind == "different")
 
 
 def _tupled(value: Any) -> Any:

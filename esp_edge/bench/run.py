@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from esp_edge.bench.identity import Answer, converse, explain, parting
+from esp_edge.bench.identity import Answer, converse, explain, parting, stock_difference
 from esp_edge.bench.questions import Question
 from esp_edge.bench.results import Record, RunDirectory, Turn, Unit
 from esp_edge.bench.spec import PLAIN, Lane
@@ -116,21 +116,35 @@ def run_all(
         after: called with each model when its answers are there and it is still loaded.
     """
     for file in plan.models:
-        with load(str(file.path), plan.config) as model:
-            Runner(plan, file, model, results, progress).run()
+        with load(str(file.path), plan.config) as model, _stock_model(plan, file) as stock:
+            Runner(plan, file, model, results, progress, stock).run()
             if after is not None:
                 after(file, model)
+
+
+def _stock_model(plan: Plan, file: ModelFile) -> AbstractContextManager[Model | None]:
+    """The same file in the default mode where a lane wants it; the weights are mapped once."""
+    if not any(lane.stock for lane in plan.lanes):
+        return nullcontext()
+    return load(str(file.path), replace(plan.config, exact=False))
 
 
 class Runner:
     """All lanes on one loaded model."""
 
     def __init__(
-        self, plan: Plan, file: ModelFile, model: Model, results: RunDirectory, progress: Progress | None = None
+        self,
+        plan: Plan,
+        file: ModelFile,
+        model: Model,
+        results: RunDirectory,
+        progress: Progress | None = None,
+        stock: Model | None = None,
     ) -> None:
         self._plan = plan
         self._file = file
         self._model = model
+        self._stock = stock
         self._results = results
         self._progress = progress or (lambda _done, _total, _text: None)
 
@@ -162,7 +176,8 @@ class Runner:
 
     def session(self, lane: Lane) -> Session:
         """A session of its own: an empty KV cache and, unless they are kept later, empty tables."""
-        return self._model.session(lane.draft)
+        model = self._stock if lane.stock and self._stock is not None else self._model
+        return model.session(lane.draft)
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
@@ -212,7 +227,9 @@ class Runner:
             if found.unit in self._results.differences or wanted.error or found.error:
                 continue
             at = parting(wanted, found)
-            if at is not None:
+            if at is not None and lane.stock:
+                self._results.add_difference(stock_difference(found, at))
+            elif at is not None:
                 self._tell(f"question {question.question_id}, a difference of {lane.label}")
                 with self._model.session(DraftConfig(PLAIN)) as plain:
                     difference = explain(plain, question.turns, self._plan.params, found, at)

@@ -18,9 +18,10 @@ from esp_edge import config
 from esp_edge.config import DraftConfig, parse_tree
 from esp_edge.errors import ConfigError
 
-__all__ = ["PLAIN", "DrafterSpec", "Lane", "make_lanes", "parse_drafters", "parse_numbers"]
+__all__ = ["PLAIN", "STOCK", "DrafterSpec", "Lane", "make_lanes", "parse_drafters", "parse_numbers", "with_stock"]
 
 PLAIN = "none"
+STOCK = "none[stock]"  # plain decoding of the default mode, beside a run in exact mode
 KEEP = "keep"  # the setting that carries tables from one request to the next
 MAX_NUMBERS = 4096
 _SPEC = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<options>.*)\])?", re.DOTALL)
@@ -47,10 +48,12 @@ class Lane:
     Attributes:
         label: of the drafter, options included.
         draft: its settings.
+        stock: whether it runs in the default mode although the run is an exact one.
     """
 
     label: str
     draft: DraftConfig
+    stock: bool = False
 
     @property
     def block_complexity(self) -> int:
@@ -195,3 +198,11 @@ def make_lanes(specs: Sequence[DrafterSpec], block_complexities: Sequence[int]) 
             lane = Lane(spec.label, DraftConfig(**settings))
             lanes.setdefault(lane.key, lane)
     return list(lanes.values())
+
+
+def with_stock(lanes: Sequence[Lane]) -> list[Lane]:
+    """The lanes of an exact run and, last, plain decoding in the default mode.
+
+    Exact mode slows plain decoding itself down (it pads single rows), so a speedup over it alone would flatter.
+    """
+    return [*lanes, Lane(STOCK, DraftConfig(PLAIN), stock=True)]

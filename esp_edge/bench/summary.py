@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from esp_edge.bench.results import Difference, Record, Turn, Unit
-from esp_edge.bench.spec import PLAIN
+from esp_edge.bench.spec import PLAIN, STOCK
 
 __all__ = ["ALL", "complete_rounds", "failures", "skipped_questions", "summary_rows"]
 
@@ -121,6 +121,7 @@ def _row(
 ) -> dict[str, Any]:
     mine = [record for record in records if record.unit[3:] == lane]
     plain = [record for record in records if record.drafter == PLAIN]
+    stock = [record for record in records if record.drafter == STOCK]
     sums, base = _sums(mine), _sums(plain)
     repeats = sorted({record.repeat for record in mine})
     per_repeat = [_speedup(_of_repeat(mine, repeat), _of_repeat(plain, repeat)) for repeat in repeats]
@@ -143,6 +144,7 @@ def _row(
         "host_ms_per_pass": _ratio(sums.decode_ms - sums.model_ms, sums.passes),
         "model_ms_per_pass": _ratio(sums.model_ms, sums.passes),
         "repeats": len(repeats),
+        "speedup_stock": _ratio(sums.decode_rate, _sums(stock).decode_rate) if stock else None,
         "mask_init": next((record.mask_init for record in mine if record.mask_init), None),
         "tau_mean_of_prompts": _per_prompt(mine, lambda one: one.tau),
         "tokens_per_second_end_to_end": sums.full_rate,

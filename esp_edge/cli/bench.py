@@ -75,7 +75,10 @@ def specbench(
     from esp_edge.bench.run import Plan  # noqa: PLC0415
     from esp_edge.bench.specbench import measure  # noqa: PLC0415
 
-    plan = Plan([_model_file(name) for name in model or ["smollm2"]], load.config(), lanes, chosen, params, repeat)
+    config = load.config()
+    if config.exact:
+        lanes = spec.with_stock(lanes)
+    plan = Plan([_model_file(name) for name in model or ["smollm2"]], config, lanes, chosen, params, repeat)
     with Bar("benchmark", shown=True) as bar:
         summary = measure(plan, out, command=_command(sys.argv), plots=not no_plots, progress=bar.update)
     if as_json:
