@@ -127,6 +127,39 @@ class DecodeStep:
     @property
     def decode_us(self) -> float: ...
 
+class HiddenStates:
+    """Hidden states after every layer of the last pass of one context."""
+
+    def __init__(self, n_layers: int, n_embd: int) -> None: ...
+    @property
+    def callback(self) -> int:
+        """Address for llama_context_params.cb_eval."""
+
+    @property
+    def address(self) -> int:
+        """Address for llama_context_params.cb_eval_user_data."""
+
+    def start(self) -> None:
+        """Forget the last pass and record the next one."""
+
+    def stop(self) -> None: ...
+    def n_rows(self, layer: int) -> int: ...
+    def rows(self, layer: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C")]:
+        """float32[n_rows, n_embd], a copy; for tests."""
+
+    def keep(self, row: int) -> None:
+        """Remember one row of every layer across passes."""
+
+    def cosines(self, row: int) -> Annotated[NDArray[numpy.float64], dict(shape=(None,), order="C")]:
+        """float64[n_layers] between a row and the remembered one."""
+
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_embd(self) -> int: ...
+    @property
+    def problem(self) -> str: ...
+
 class SamplerParams:
     def __init__(self) -> None: ...
     @property

@@ -17,10 +17,13 @@
 #include "core/tree_layout.hpp"
 #include "llama/decode_step.hpp"
 #include "llama/embedding_table.hpp"
+#include "llama/hidden_states.hpp"
 #include "llama/sampler.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+
+void bind_fused(nb::module_ &m); // bindings_fused.cpp
 
 namespace {
 
@@ -84,7 +87,7 @@ int run(esp::DecodeStep &step, const esp::TreeLayout &layout, const Ints &tokens
     return step.run(input);
 }
 
-auto top_k(const esp::DecodeStep &step, const Ints &rows, std::int32_t k) {
+auto top_k(const esp::DecodeStep &step, const Ints &rows, std::int32_t k, bool sketch) {
     if (k < 1 || k > step.n_vocab()) {
         throw std::invalid_argument("top_k needs 1 <= k <= n_vocab");
     }
@@ -95,6 +98,10 @@ auto top_k(const esp::DecodeStep &step, const Ints &rows, std::int32_t k) {
     for (std::size_t i = 0; i < rows.shape(0); ++i) {
         const float *logits = step.logits(rows(i));
         float *values = logprobs.data() + i * width;
+        if (sketch) {
+            esp::top_k_sketch(logits, n, width, ids.data() + i * width, values);
+            continue;
+        }
         esp::top_k(logits, n, width, ids.data() + i * width, values);
         const auto total = static_cast<float>(esp::log_sum_exp(logits, n));
         for (std::size_t j = 0; j < width; ++j) {
@@ -183,13 +190,57 @@ void bind_step(nb::module_ &m) {
                 return esp::argmax(self.logits(row), static_cast<std::size_t>(self.n_vocab()));
             },
             "row"_a)
-        .def("top_k", &top_k, "rows"_a, "k"_a)
+        .def(
+            "top_k", [](const DecodeStep &self, const Ints &rows, std::int32_t k) { return top_k(self, rows, k, false); },
+            "rows"_a, "k"_a)
+        .def(
+            "top_k_sketch",
+            [](const DecodeStep &self, const Ints &rows, std::int32_t k) { return top_k(self, rows, k, true); },
+            "rows"_a, "k"_a, "top_k with estimated log-probabilities, in a fraction of its time.")
         .def("logprob", &logprob, "row"_a, "token"_a)
         .def("logits", &logits_copy, "row"_a, "A copy; for tests and analysis.")
         .def("stored", &DecodeStep::stored, "sequence"_a)
         .def_prop_ro("n_past", &DecodeStep::n_past)
         .def_prop_ro("n_active", &DecodeStep::n_active)
         .def_prop_ro("decode_us", &DecodeStep::decode_us);
+}
+
+void bind_hidden_states(nb::module_ &m) {
+    using esp::HiddenStates;
+    nb::class_<HiddenStates>(m, "HiddenStates", "Hidden states after every layer of the last pass of one context.")
+        .def(nb::init<std::int32_t, std::int64_t>(), "n_layers"_a, "n_embd"_a)
+        .def_prop_ro(
+            "callback", [](const HiddenStates &) { return reinterpret_cast<std::uintptr_t>(&HiddenStates::on_tensor); },
+            "Address for llama_context_params.cb_eval.")
+        .def_prop_ro(
+            "address", [](const HiddenStates &self) { return reinterpret_cast<std::uintptr_t>(&self); },
+            "Address for llama_context_params.cb_eval_user_data.")
+        .def("start", &HiddenStates::start, "Forget the last pass and record the next one.")
+        .def("stop", &HiddenStates::stop)
+        .def("n_rows", &HiddenStates::n_rows, "layer"_a)
+        .def(
+            "rows",
+            [](const HiddenStates &self, std::int32_t layer) {
+                const std::int64_t n = self.n_rows(layer);
+                auto out = new_array<float>(n, self.n_embd());
+                for (std::int64_t i = 0; i < n; ++i) {
+                    std::copy_n(self.row(layer, i), self.n_embd(), out.data() + i * self.n_embd());
+                }
+                return out;
+            },
+            "layer"_a, "float32[n_rows, n_embd], a copy; for tests.")
+        .def("keep", &HiddenStates::keep, "row"_a, "Remember one row of every layer across passes.")
+        .def(
+            "cosines",
+            [](const HiddenStates &self, std::int64_t row) {
+                auto out = new_array<double>(self.n_layers());
+                self.cosines(row, out.data());
+                return out;
+            },
+            "row"_a, "float64[n_layers] between a row and the remembered one.")
+        .def_prop_ro("n_layers", &HiddenStates::n_layers)
+        .def_prop_ro("n_embd", &HiddenStates::n_embd)
+        .def_prop_ro("problem", &HiddenStates::problem);
 }
 
 void bind_sampler(nb::module_ &m) {
@@ -277,5 +328,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("n_vocab", &esp::EmbeddingTable::n_vocab);
     bind_layout(m);
     bind_step(m);
+    bind_hidden_states(m);
     bind_sampler(m);
+    bind_fused(m);
 }

@@ -20,12 +20,23 @@ from esp_edge.config import KV_TYPES, ModelConfig
 from esp_edge.errors import ConfigError, ModelLoadError, PromptError, UnsupportedModelError
 from esp_edge.models import gguf, hub
 from esp_edge.models.cache import ModelCache
+from esp_edge.models.device import tuned_threads
 from esp_edge.models.embeddings import EmbeddingTable
 from esp_edge.models.exact import require_width_invariance
 from esp_edge.models.template import ChatTemplate
 from esp_edge.models.tokenizer import Tokenizer
 
-__all__ = ["BATCH_ROWS", "Capability", "Context", "TargetModel"]
+__all__ = [
+    "BATCH_ROWS",
+    "DEFAULT_CONTEXT",
+    "Capability",
+    "Context",
+    "TargetModel",
+    "default_threads",
+    "offloads",
+    "prepare_exact",
+    "threads_for",
+]
 
 BATCH_ROWS = 512  # rows of one prefill chunk, and an upper bound for every pass
 DEFAULT_CONTEXT = 4096
@@ -80,13 +91,25 @@ class Context:
 
     made = False  # whether this process has one or had one
 
-    def __init__(self, model: TargetModel, n_sequences: int, n_ctx: int, embeddings: EmbeddingTable | None) -> None:
+    def __init__(
+        self,
+        model: TargetModel,
+        n_sequences: int,
+        n_ctx: int,
+        embeddings: EmbeddingTable | None,
+        hidden_states: Any = None,
+    ) -> None:
         self.model = model
         self.n_ctx = n_ctx
         self.n_sequences = n_sequences
         self.lock = threading.RLock()  # held around everything that touches the llama_context
         self._pointer: Any = None
         params = self._params(model.config, n_ctx, n_sequences)
+        params.n_threads = params.n_threads_batch = model.threads
+        self._hidden_states = hidden_states  # llama.cpp holds its address
+        if hidden_states is not None:
+            params.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(hidden_states.callback)
+            params.cb_eval_user_data = hidden_states.address
         _ = model.address  # raises when closed
         model.check_memory(n_ctx)
         Context.made = True
@@ -117,7 +140,6 @@ class Context:
         params.n_batch = params.n_ubatch = BATCH_ROWS
         params.n_seq_max = n_sequences
         params.n_outputs_max = MAX_OUTPUT_ROWS
-        params.n_threads = params.n_threads_batch = config.n_threads or default_threads()
         params.flash_attn_type = _flash_attention(config)
         params.type_k = _KV_TYPES[config.type_k]
         params.type_v = _KV_TYPES[config.type_v]
@@ -125,6 +147,12 @@ class Context:
         params.swa_full = True  # a sliding window that drops cells cannot roll a branch back
         params.no_perf = True
         return params
+
+    @property
+    def pointer(self) -> Any:
+        """The llama_context; ConfigError once it is closed."""
+        _ = self.native
+        return self._pointer
 
     @property
     def closed(self) -> bool:
@@ -166,6 +194,11 @@ def default_threads() -> int:
     return max(1, logical // 2 if smt else logical)
 
 
+def threads_for(config: ModelConfig, cache: ModelCache) -> int:
+    """CPU threads for a file: as configured, else as tuned for it on this machine, else one a physical core."""
+    return config.n_threads or tuned_threads(cache) or default_threads()
+
+
 def _tail(log: Sequence[str]) -> str:
     lines = [line.strip() for line in log if line.strip() and line.strip(". ")]
     return "llama.cpp: " + " | ".join(lines[-_LOG_LINES:]) if lines else "llama.cpp gave no reason"
@@ -193,7 +226,7 @@ class TargetModel:
         self.path: Path = hub.resolve(spec, progress=progress)
         self.header = gguf.preflight(self.path)
         if self.config.exact:
-            _prepare_exact(self.header)
+            prepare_exact(self.header)
         self.pointer = self._load()
         try:
             self._tokenizer = Tokenizer(llama_cpp.llama_model_get_vocab(self.pointer))
@@ -305,14 +338,28 @@ class TargetModel:
 
     # -- use -------------------------------------------------------------------------------------------------------
 
-    def new_context(self, n_sequences: int, *, n_ctx: int | None = None) -> Context:
+    def new_context(self, n_sequences: int, *, n_ctx: int | None = None, hidden_states: Any = None) -> Context:
         """A fresh KV cache of ``n_ctx`` cells (default: the model's) for up to ``n_sequences`` owners and leaves.
+
+        Args:
+            hidden_states: from :meth:`new_hidden_states`; records what every layer gives out in this context's passes.
 
         Raises:
             ConfigError: the machine has not enough memory.
             ModelLoadError: llama.cpp cannot make it.
         """
-        return Context(self, n_sequences, n_ctx or self.n_ctx, self.embeddings)
+        return Context(self, n_sequences, n_ctx or self.n_ctx, self.embeddings, hidden_states)
+
+    def new_hidden_states(self) -> Any:
+        """A compiled recorder of hidden states for one new context (``native.HiddenStates``)."""
+        _ = self.address  # raises when closed
+        n_layers, n_embd = (f(self.pointer) for f in (llama_cpp.llama_model_n_layer, llama_cpp.llama_model_n_embd))
+        return native.HiddenStates(n_layers, n_embd)
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of new contexts (:func:`threads_for`)."""
+        return threads_for(self.config, self.cache)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -394,10 +441,14 @@ def _tiled_types(header: gguf.GGUFHeader) -> set[str]:
     return {tensor.type_name for tensor in header.tensors.values()} & _TILED_TYPES
 
 
-def _prepare_exact(header: gguf.GGUFHeader) -> None:
+def prepare_exact(header: gguf.GGUFHeader) -> None:
     """Switch off llama.cpp's tiled matmul for the k-quants, which starts at 8 rows and changes bits.
 
-    The library reads the variable once, at its first matrix product, so it must be set before any context exists.
+    The library reads the variable once, at its first matrix product, so it must be set before any context exists: who
+    runs several models in one process calls this for all of them first.
+
+    Raises:
+        ConfigError: a context was made before, and the variable was not set.
     """
     tiled = _tiled_types(header)
     if not tiled or os.environ.get("GGML_CPU_TILED_MM") == "0":

@@ -138,6 +138,38 @@ std::size_t top_k(const float *logits, std::size_t n, std::size_t k, std::int32_
     return k;
 }
 
+std::size_t top_k_sketch(const float *logits, std::size_t n, std::size_t k, std::int32_t *ids, float *logprobs) {
+    constexpr std::size_t every = 8, offset = 3;
+    k = top_k(logits, n, k, ids, logprobs);
+    if (k == 0 || !std::isfinite(logprobs[0])) {
+        return k;
+    }
+    const float m = logprobs[0];
+    const std::size_t n_blocks = n / block;
+    double sampled = 0.0, top = 0.0;
+    std::size_t n_sampled = 0;
+    for (std::size_t b = offset; b < n_blocks; b += every, n_sampled += block) {
+        sampled += static_cast<double>(block_sum_exp(logits + b * block, m));
+    }
+    for (std::size_t i = 0; i < k; ++i) {
+        const double mass = static_cast<double>(fast_exp(logprobs[i] - m));
+        const std::size_t b = static_cast<std::size_t>(ids[i]) / block;
+        top += mass;
+        sampled -= b < n_blocks && b % every == offset ? mass : 0.0;
+    }
+    if (n_sampled == 0) { // too short to sample
+        top = std::exp(log_sum_exp(logits, n) - static_cast<double>(m));
+        sampled = 0.0;
+    } else {
+        sampled = std::max(sampled, 0.0) * static_cast<double>(n) / static_cast<double>(n_sampled);
+    }
+    const auto total = m + static_cast<float>(std::log(top + sampled));
+    for (std::size_t i = 0; i < k; ++i) {
+        logprobs[i] -= total;
+    }
+    return k;
+}
+
 double keyed_gumbel(std::uint64_t seed, std::uint64_t position, std::uint32_t token) {
     const std::uint64_t bits = mix(mix(mix(seed) ^ position) ^ token);
     // 52 bits and a half: exact in a double, so in (0, 1), never 0 or 1. With 53 bits the largest would round up to 1.

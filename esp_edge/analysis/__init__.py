@@ -1,0 +1,1 @@
+"""What happens inside the target model while it is probed."""
