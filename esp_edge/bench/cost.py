@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -12,9 +11,9 @@ from typing import Any
 
 from esp_edge.config import MAX_BLOCK, MAX_EXACT_BLOCK
 from esp_edge.errors import ConfigError
-from esp_edge.models.model import Context, TargetModel, default_threads
+from esp_edge.models.model import Context, TargetModel
+from esp_edge.planner.measure import dummy_tokens, pass_ms
 from esp_edge.step import Step
-from esp_edge.tree import DraftTree
 
 __all__ = ["cost_rows"]
 
@@ -33,8 +32,8 @@ def cost_rows(
     """Time passes of dummy tokens, all of them with logits, and drop their rows again.
 
     A round measures every size once, in an order of its own, at every context and thread count; so a machine that slows
-    down as it warms up slows all sizes alike. The passes are chains below one root: on this cost the shape of the tree
-    has no influence, and no sequences are needed that plain decoding does not have.
+    down as it warms up slows all sizes alike. The passes are those of
+    :func:`esp_edge.planner.measure.pass_ms`.
 
     Args:
         rows: sizes of the passes.
@@ -51,14 +50,15 @@ def cost_rows(
     """
     _check(model, rows, contexts)
     rows, contexts = sorted(set(rows)), sorted(set(contexts))
-    threads = list(dict.fromkeys(n or model.config.n_threads or default_threads() for n in threads))
+    threads = list(dict.fromkeys(n or model.threads for n in threads))
     times: dict[_Key, list[float]] = {(n, c, t): [] for t in threads for c in contexts for n in rows}
     total = repeat * len(times)
+    tokens = dummy_tokens(model, contexts[-1] + rows[-1])
     for round_number in range(repeat):
         order = random.Random(round_number)
         for n_threads in order.sample(threads, len(threads)):
             with closing(_context(model, n_threads, contexts[-1] + rows[-1])) as context:
-                for (n, at), ms in _one_round(Step(context), rows, contexts, order):
+                for (n, at), ms in _one_round(Step(context), rows, contexts, tokens, order):
                     times[n, at, n_threads].append(ms)
                     if progress is not None:
                         progress(sum(map(len, times.values())), total)
@@ -88,26 +88,17 @@ def _context(model: TargetModel, n_threads: int, n_ctx: int) -> Context:
 
 
 def _one_round(
-    step: Step, rows: Sequence[int], contexts: Sequence[int], order: random.Random
+    step: Step, rows: Sequence[int], contexts: Sequence[int], tokens: Sequence[int], order: random.Random
 ) -> list[tuple[tuple[int, int], float]]:
     """((rows, context), milliseconds) of every size; the KV cache grows from context to context."""
     found = []
     for context in contexts:
-        step.prefill([0] * (context - step.n_past))
+        step.prefill(tokens[step.n_past : context])
         for n in (rows[-1], rows[0]):  # not counted: the first pass of a context allocates
-            _pass_ms(step, n)
+            pass_ms(step, n, tokens)
         for n in order.sample(rows, len(rows)):
-            found.append(((n, context), _pass_ms(step, n)))
+            found.append(((n, context), pass_ms(step, n, tokens)))
     return found
-
-
-def _pass_ms(step: Step, n: int) -> float:
-    tree = DraftTree.from_lists([0] * n, range(-1, n - 1))
-    start = time.perf_counter()
-    step.run(tree)
-    elapsed = 1000.0 * (time.perf_counter() - start)
-    step.rollback()
-    return elapsed
 
 
 def _row(key: _Key, times: Sequence[float]) -> dict[str, Any]:

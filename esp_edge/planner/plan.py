@@ -1,0 +1,55 @@
+"""The price of a row: what the next pass may cost, given how fast this answer has been so far."""
+
+from __future__ import annotations
+
+from esp_edge.planner.curve import CostCurve
+from esp_edge.tree import FloatArray
+
+__all__ = ["Planner"]
+
+_MEMORY = 0.97  # a pass counts this much less with every later one
+_FIRST_PASSES = 8.0  # passes that the starting price is worth
+_NEAR_FREE = 2.0  # times T(1) that eight rows may cost for mask rows to have a chance
+
+
+class Planner:
+    """Turns measured times into the price a drafter plans with.
+
+    A plan is worth its expected tokens minus the price times its milliseconds, where the price is the speed that this
+    device and text reach in the long run (Dinkelbach's form of tokens per time). That also prices what only pays later,
+    the masks. A plan of one row is always among those compared, so nothing is drafted where nothing pays.
+
+    Attributes:
+        curve: T(n), refined by every pass.
+    """
+
+    def __init__(self, curve: CostCurve, *, refine: bool = True) -> None:
+        """``refine`` False: the curve stays as it is, for a simulated device."""
+        self.curve = curve
+        self._refine = refine
+        self._tokens = 0.0
+        self._ms = 0.0
+
+    @property
+    def masks_may_pay(self) -> bool:
+        """Whether rows are so cheap here that mask rows, which only guess, can be worth theirs."""
+        return self.curve.ratio(8, 0) < _NEAR_FREE
+
+    def cost(self, rows: int, context: int) -> FloatArray:
+        """float32[rows], milliseconds of a pass of 1, 2, ... rows after ``context`` tokens."""
+        return self.curve.table(context, rows)[1:]
+
+    def price(self, context: int) -> float:
+        """Tokens that a millisecond is worth now: at least what plain decoding makes of it."""
+        one = self.curve.ms(1, context)
+        return max(1.0 / one, (self._tokens + _FIRST_PASSES) / (self._ms + _FIRST_PASSES * one))
+
+    def observe(self, rows: int, context: int, ms: float, tokens: int) -> None:
+        """Learn from a pass: its rows (re-fed ones included), the tokens before it, its time and what it committed.
+
+        The price is kept in the curve's time, not in the clock's, so that a disturbed pass does not change it.
+        """
+        self._tokens = _MEMORY * self._tokens + tokens
+        self._ms = _MEMORY * self._ms + self.curve.ms(rows, context)
+        if self._refine:
+            self.curve.observe(rows, context, ms)
