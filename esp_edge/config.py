@@ -11,13 +11,17 @@ from esp_edge.errors import ConfigError
 
 __all__ = ["DraftConfig", "GenerationParams", "ModelConfig", "parse_tree"]
 
-DRAFTERS = ("esp", "none", "pld", "lade", "stand", "recycling", "suffix", "racer", "draft-model")
+DRAFTERS = ("auto", "esp", "none", "pld", "lade", "stand", "recycling", "suffix", "racer", "draft-model")
+FUSED_SOURCES = ("suffix", "adjacency", "esp", "last")  # of the drafter auto
+COSTS = ("measured", "flat")
 OCCURRENCES = ("newest", "first")
 IMPLEMENTATIONS = ("efficient", "naive")
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 MASK_INITS = ("auto", "prompt-mean", "vocab-mean", "sample", "last-k", "composed")
 MAX_EXACT_BLOCK = 60  # exact mode keeps every pass, re-fed tokens included, below the 64 rows of the tiled kernel
 MAX_BLOCK = 240
+FIXED_BLOCK = 10  # block complexity of the drafters that do not plan
+PLANNED_BLOCK = 60  # what auto plans within
 
 
 def _require(ok: bool, what: str, found: object) -> None:
@@ -97,9 +101,11 @@ class DraftConfig:
     """How drafts are made.
 
     Attributes:
-        drafter: ``esp``, ``none`` (plain decoding through the same loop), or one of the rivals ``pld``, ``lade``,
-            ``stand``, ``recycling``, ``suffix``, ``racer``, ``draft-model``. Masks and trees are ESP's alone.
-        block_complexity: rows of one pass, root and masks included (paper Eq 7).
+        drafter: ``auto`` (all free sources in one planned tree), ``esp``, ``none`` (plain decoding through the same
+            loop), or one of the rivals ``pld``, ``lade``, ``stand``, ``recycling``, ``suffix``, ``racer``,
+            ``draft-model``. Static trees are ESP's alone.
+        block_complexity: rows of one pass, root and masks included (paper Eq 7); for ``auto`` the most it may plan.
+            None = 60 for ``auto``, 10 for the others.
         masks: mask rows k behind every node, 1..3.
         tree: None = dynamic (Algorithm 1), else static widths (K1, ..., Kk).
         mask_init: ``auto``, ``prompt-mean``, ``vocab-mean``, ``sample``, ``last-k``, ``composed``,
@@ -112,10 +118,13 @@ class DraftConfig:
         keep: what a rival learned in one generation serves the next ones of the session.
         occurrence: where ``suffix`` copies from: ``newest`` or ``first``.
         draft_model: the second model of ``draft-model``: a file, or a name as for the target model.
+        sources: draft sources of ``auto``, joined by ``+``: suffix, adjacency, esp, last; "" = all.
+        learn: whether ``auto`` goes on learning from every pass.
+        cost: what ``auto`` takes a pass to cost: as ``measured`` here, or ``flat``, as if rows were free.
     """
 
     drafter: str = "esp"
-    block_complexity: int = 10
+    block_complexity: int | None = None
     masks: int = 1
     tree: tuple[int, ...] | None = None
     mask_init: str = "auto"
@@ -126,17 +135,24 @@ class DraftConfig:
     keep: bool = False
     occurrence: str = "newest"
     draft_model: str | None = None
+    sources: str = ""
+    learn: bool = True
+    cost: str = "measured"
 
     def __post_init__(self) -> None:
         _require(self.drafter in DRAFTERS, f"drafter must be one of {', '.join(DRAFTERS)}", self.drafter)
         _require(_is_int(self.masks, 1, 3), "masks must be 1, 2 or 3", self.masks)
         _require(self.impl in IMPLEMENTATIONS, f"impl must be one of {', '.join(IMPLEMENTATIONS)}", self.impl)
         _require(
-            _is_int(self.block_complexity, 1, MAX_BLOCK),
+            self.block_complexity is None or _is_int(self.block_complexity, 1, MAX_BLOCK),
             f"block-complexity must be between 1 and {MAX_BLOCK}",
             self.block_complexity,
         )
         _require(self.occurrence in OCCURRENCES, "occurrence must be newest or first", self.occurrence)
+        _require(self.cost in COSTS, "cost must be measured or flat", self.cost)
+        wanted = self.sources.split("+") if self.sources else []
+        names = f"sources must be some of {', '.join(FUSED_SOURCES)}, joined by +"
+        _require(all(name in FUSED_SOURCES for name in wanted), names, self.sources)
         if self.drafter == "draft-model" and not self.draft_model:
             raise ConfigError("drafter draft-model needs a second model: name its file with --draft-model")
         self._check_init()
@@ -180,7 +196,7 @@ class DraftConfig:
         if self.drafter == "none":
             return 1
         if self.tree is None or self.drafter != "esp":
-            return self.block_complexity
+            return self.block_complexity or (PLANNED_BLOCK if self.drafter == "auto" else FIXED_BLOCK)
         return (self.masks + 1) * (1 + sum(self.tree))
 
 

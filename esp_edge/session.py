@@ -19,17 +19,21 @@ from esp_edge.drafters import make_drafter
 from esp_edge.drafters.auto_mask import resolve_mask_init
 from esp_edge.drafters.base import Budget, Drafter
 from esp_edge.drafters.draft_model import DraftModelDrafter
+from esp_edge.drafters.fused import FusedDrafter
 from esp_edge.errors import ConfigError, ContextLengthError, PromptError
 from esp_edge.metrics import GenerationStats
 from esp_edge.models.hub import Progress
 from esp_edge.models.model import Context, TargetModel
 from esp_edge.models.sampler import Sampler
 from esp_edge.models.tokenizer import StopMatcher, TextDecoder
+from esp_edge.planner.curve import CostCurve
+from esp_edge.planner.measure import load_curve
+from esp_edge.planner.plan import Planner
 from esp_edge.step import Outputs, Step
 from esp_edge.tree import DraftTree, Verdict
 from esp_edge.verify import verify
 
-__all__ = ["Chunk", "Message", "Model", "Prompt", "Session", "TokenLogprob", "load"]
+__all__ = ["BATCH_SEQUENCES", "Chunk", "Message", "Model", "Prompt", "Session", "TokenLogprob", "load", "sequences_for"]
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
@@ -142,6 +146,7 @@ class Session:
         self._context: Context | None = None
         self._turn: object = None  # of the generation that may go on; a newer one ends it
         self._kept: tuple[DraftConfig, float, Drafter] | None = None  # the drafter of the last generation
+        self._planner: Planner | None = None  # of the drafter that sizes its trees
         self.draft = draft or DraftConfig("none" if drafter else "esp")
 
     @property
@@ -160,9 +165,12 @@ class Session:
                 f"exact mode allows a block complexity of {MAX_EXACT_BLOCK}, but {config.rows} was given; lower "
                 f"--block-complexity or the tree widths"
             )
-        self._draft = config if self._custom else resolve_mask_init(self.model, config, progress=self._progress)
+        self._planner = None if self._custom or config.drafter != "auto" else self._make_planner(config)
+        if not self._custom and (self._planner is None or self._planner.masks_may_pay):
+            config = resolve_mask_init(self.model, config, progress=self._progress)
+        self._draft = config
         self._turn = None
-        needed = BATCH_SEQUENCES if self._custom else _sequences(config)
+        needed = BATCH_SEQUENCES if self._custom else sequences_for(config)
         if not self.model.capability.speculation:
             needed = 1  # every pass will be a single row
         if self._context is None or self._context.n_sequences < needed:
@@ -172,6 +180,11 @@ class Session:
             self._step = Step(self._context, config.impl)
         elif self._step.impl != config.impl:
             self._step.impl = config.impl
+
+    def _make_planner(self, config: DraftConfig) -> Planner:
+        if config.cost == "flat":
+            return Planner(CostCurve.flat(), refine=False)
+        return Planner(load_curve(self.model))
 
     def generate(self, prompt: Prompt, params: GenerationParams | None = None) -> Generator[Chunk, None, None]:
         """Answer a prompt: raw text, token ids, or messages for the chat template.
@@ -192,6 +205,8 @@ class Session:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         sampler = Sampler(self.model, params, seed, self.model.n_ctx)
         drafter, stats = self._start(params, len(ids))
+        if isinstance(drafter, FusedDrafter):
+            drafter.core.sampled(params.temperature, seed)
         stats.seed = None if params.is_greedy else seed
         return self._run(ids, params, sampler, drafter, stats)
 
@@ -232,6 +247,7 @@ class Session:
             tree = DraftTree.root_only(ids[-1])  # nothing will be drafted, or there is no room to ask
         try:
             while answer.finish_reason is None:
+                timing = self._time_pass(tree)
                 outputs = self._step.run(tree)
                 verdict = self._verify(tree, sampler, answer)
                 n_emitted, text = answer.push(verdict.token_ids)
@@ -240,6 +256,8 @@ class Session:
                 verdict = verdict.first(n_emitted)
                 self._step.commit(verdict.path)
                 self.token_ids.extend(verdict.token_ids)
+                if stats.prefill_tokens:  # the first pass belongs to the prefill
+                    timing(n_emitted)
                 stats.count(tree.n_rows, tree.depths.tolist(), chunk.accepted)
                 if answer.finish_reason is None:
                     drafter.observe(tree, outputs, verdict)
@@ -286,11 +304,24 @@ class Session:
 
         return verify(tree, choose, position=len(self.token_ids), limit=answer.left, is_end=answer.is_end)
 
+    def _time_pass(self, tree: DraftTree) -> Callable[[int], None]:
+        """Call it with the tokens that the pass emitted, once it ran: the planner learns what it cost and brought."""
+        planner, step = self._planner, self._step
+        if planner is None:
+            return lambda _n_emitted: None
+        rows, n_past, before = tree.n_rows + len(step.refeed), step.n_past, step.model_ms
+        return lambda n_emitted: planner.observe(rows, n_past, step.model_ms - before, n_emitted)
+
     def _budget(self, left: int) -> Budget:
         """What the next pass may use when ``left`` tokens are still wanted."""
         context = self._context
         sequences = context.n_sequences if context else 1
-        return Budget(rows=self._step.max_rows, depth=left - 1, sequences=sequences)
+        rows = self._step.max_rows
+        if self._planner is None:
+            return Budget(rows=rows, depth=left - 1, sequences=sequences)
+        n_past, refeed = self._step.n_past, len(self._step.refeed)
+        cost = self._planner.cost(min(rows, self._draft.rows) + refeed, n_past)[refeed:]
+        return Budget(rows, left - 1, sequences, cost, self._planner.price(n_past))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -361,7 +392,7 @@ def _is_able(model: TargetModel, draft: DraftConfig) -> bool:
     return model.capability.masks if draft.drafter == "esp" else model.capability.speculation
 
 
-def _sequences(config: DraftConfig) -> int:
+def sequences_for(config: DraftConfig) -> int:
     """Owners and leaves of the largest tree a configuration draws; with ESP every node owns masks."""
     if config.drafter == "esp":
         return max(1, config.rows // (config.masks + 1))

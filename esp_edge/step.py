@@ -31,6 +31,9 @@ class Outputs(Protocol):
     def top_k(self, rows: Int32Array, k: int) -> tuple[Int32Array, FloatArray]:
         """Best ``k`` tokens of each row, best first: ids int32[len(rows), k], log-probs float32[len(rows), k]."""
 
+    def top_k_sketch(self, rows: Int32Array, k: int) -> tuple[Int32Array, FloatArray]:
+        """The same with estimated log-probabilities, in a fraction of the time: for drafts, never for output."""
+
     def logprob(self, row: int, token_id: int) -> float:
         """Natural log-probability of a token under the row's softmax at temperature 1."""
 

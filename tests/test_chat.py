@@ -198,7 +198,10 @@ def test_a_wrong_command_is_one_line_and_the_chat_goes_on(program: Program, line
 def test_every_setting_can_be_set_to_what_is_shown() -> None:
     params = GenerationParams(stop=("a b", "[", "ü"), temperature=0.5, ignore_eos=True)
     draft = DraftConfig(tree=(4, 2), masks=2, mask_update=0.5)
-    for before in ((params, draft), (GenerationParams(), DraftConfig())):
+    rival = DraftConfig(
+        "draft-model", block_complexity=7, draft_model="a b.gguf", keep=True, seed=3, occurrence="first"
+    )
+    for before in ((params, draft), (params, rival), (GenerationParams(), DraftConfig())):
         after = before
         shown = settings(*before)
         assert set(shown) == set(SETTINGS)
@@ -215,6 +218,33 @@ def test_spec_on_and_off(program: Program) -> None:
     _, notes = chat(program, "/spec off", "one", "/spec on", "two")
     assert notes == ["speculation is off", "speculation is on, but masks off for a reason"]
     assert program.session.draft.drafter == "esp"
+
+
+def test_spec_on_brings_the_drafter_back_that_was_off(program: Program) -> None:
+    chat(program, "/set keep on", "/set drafter recycling", "/spec off", "/spec off", "one", "/spec on", "two")
+    assert program.session.draft == DraftConfig("recycling", keep=True)
+
+
+def test_a_draft_model_is_named_before_it_drafts(program: Program) -> None:
+    _, notes = chat(program, "/set drafter draft-model", "one", code=1)
+    assert "needs a second model" in notes[0]
+    _, notes = chat(
+        program,
+        *["/set draft-model small file.gguf", "/set drafter draft-model", "/show", "/spec off", "/spec on"],
+        *["/set draft-model off", "one"],
+        code=1,
+    )
+    shown = {line.split()[0]: line.split(maxsplit=1)[1] for line in notes}
+    assert (shown["draft-model"], shown["keep"], shown["occurrence"]) == ("small file.gguf", "off", "newest")
+    assert "needs a second model" in notes[-1]
+    assert program.session.draft == DraftConfig("draft-model", draft_model="small file.gguf")
+
+
+def test_the_two_seeds_are_told_apart() -> None:
+    before = GenerationParams(), DraftConfig()
+    assert assign(*before, "seed", "5") == (GenerationParams(seed=5), DraftConfig())
+    assert assign(*before, "draft-seed", "5") == (GenerationParams(), DraftConfig(seed=5))
+    assert assign(*before, "occurrence", "first")[1] == DraftConfig(occurrence="first")
 
 
 def test_stats_table(program: Program) -> None:

@@ -59,6 +59,19 @@ def test_options_of_the_rival_drafters(program: Program) -> None:
     program("generate", "hi", "--drafter", "draft-model", "-md", "small.gguf")
     assert program.session.draft == DraftConfig("draft-model", draft_model="small.gguf")
     assert "--draft-model" in one_error(program("generate", "hi", "--drafter", "draft-model")[2])
+    program("generate", "hi", "--drafter", "suffix", "--occurrence", "first", "--draft-seed", "7", "--no-keep")
+    assert program.session.draft == DraftConfig("suffix", occurrence="first", seed=7)
+    wrong = program("generate", "hi", "--drafter", "suffix", "--occurrence", "last")
+    assert "occurrence must be newest or first" in one_error(wrong[2])
+
+
+def test_no_keep_is_nearer_than_the_environment(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESP_EDGE_KEEP", "1")
+    monkeypatch.setenv("ESP_EDGE_DRAFT_SEED", "9")
+    program("generate", "hi", "--drafter", "recycling")
+    assert program.session.draft == DraftConfig("recycling", keep=True, seed=9)
+    program("generate", "hi", "--drafter", "recycling", "--no-keep")
+    assert program.session.draft == DraftConfig("recycling", seed=9)
 
 
 def test_minus_one_means_no_limit_and_a_fresh_seed() -> None:
@@ -333,7 +346,7 @@ def test_a_wrong_command_line_is_one_line_and_code_2(program: Program, argv: tup
     ("argv", "stdin", "why"),
     [
         (("generate", "a", "--block-complexity", "9999"), b"", "block-complexity must be"),
-        (("generate", "a", "--drafter", "magic"), b"", "drafter must be one of esp, none"),
+        (("generate", "a", "--drafter", "magic"), b"", "drafter must be one of "),
         (("generate", "a", "--tree", "x"), b"", "tree must be"),
         (("generate", "a", "--temp", "nan"), b"", "temp must be"),
         (("generate", "a", "--exact", "-ngl", "3"), b"", "exact mode"),

@@ -14,8 +14,8 @@ from esp_edge.drafters.draft_model import DraftModelDrafter
 from esp_edge.errors import ConfigError, ModelFileError
 from esp_edge.session import Model, Session, load
 
-NAMES = ("pld", "suffix", "recycling", "stand", "lade", "racer", "draft-model")
-LEARNING = NAMES[:-1]
+NAMES = ("pld", "suffix", "recycling", "stand", "lade", "racer", "auto", "draft-model")
+LEARNING = NAMES[:-2]  # auto goes on learning either way, and plans with measured times
 PLAIN = DraftConfig("none")
 PROMPTS = ([5, 17, 42, 8, 61, 3], [7, 8, 9, 7, 8, 9, 7, 8], [i % 11 for i in range(40)])
 GREEDY = GenerationParams(max_tokens=32, ignore_eos=True)

@@ -16,7 +16,7 @@ from esp_edge.cli.conversation import Conversation, assign, closest, settings
 from esp_edge.cli.inputs import decode_utf8, is_terminal
 from esp_edge.cli.options import DraftOptions, LoadOptions, ModelName, SamplingOptions, option
 from esp_edge.cli.output import Notices, console, error, note, stats_table, write_text
-from esp_edge.config import GenerationParams
+from esp_edge.config import DraftConfig, GenerationParams
 from esp_edge.errors import ConfigError, EspEdgeError
 from esp_edge.metrics import GenerationStats
 
@@ -163,6 +163,7 @@ class Chat:
         self.conversation = Conversation(system)
         self.stats: GenerationStats | None = None
         self.n_errors = 0
+        self._drafter = DraftConfig().drafter  # what /spec on brings back
         self._notices = Notices()
         self._commands: dict[str, tuple[Callable[[str], None], str, str]] = {
             "/help": (self._help, "", "this list"),
@@ -298,8 +299,10 @@ class Chat:
     def _spec(self, argument: str) -> None:
         if argument not in ("on", "off"):
             raise ConfigError(f"/spec needs on or off, but {argument!r} was given")
-        drafter = "esp" if argument == "on" else "none"
-        self.session.draft = dataclasses.replace(self.session.draft, drafter=drafter)
+        draft = self.session.draft
+        if draft.drafter != "none":
+            self._drafter = draft.drafter
+        self.session.draft = dataclasses.replace(draft, drafter=self._drafter if argument == "on" else "none")
         reason = self.session.model.capability.reason
         note(f"speculation is {argument}" + (f", but {reason}" if argument == "on" and reason else ""))
 

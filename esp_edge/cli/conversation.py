@@ -124,6 +124,14 @@ def _number_or_none(text: str) -> float | None:
     return None if text == "default" else float(text)
 
 
+def _rows_or_none(text: str) -> int | None:
+    return None if text == "default" else int(text)
+
+
+def _text_or_none(text: str) -> str | None:
+    return None if text == "off" else text
+
+
 def _stops(text: str) -> tuple[str, ...]:
     return () if text == "off" else tuple(stops_from(text))
 
@@ -149,18 +157,32 @@ _PARAMS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "ignore-eos": ("ignore_eos", _switch, "on or off"),
 }
 _DRAFT: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "drafter": ("drafter", str, "none or esp"),
-    "block-complexity": ("block_complexity", int, "a whole number"),
+    "drafter": ("drafter", str, "a name"),
+    "draft-model": ("draft_model", _text_or_none, "a model or off"),
+    "block-complexity": ("block_complexity", _rows_or_none, "a whole number or default"),
     "masks": ("masks", int, "a whole number"),
     "tree": ("tree", str, "dynamic or K1,K2"),
     "mask-init": ("mask_init", str, "a name"),
     "mask-update": ("mask_update", _number_or_none, "a number or default"),
     "prune": ("prune", _switch, "on or off"),
     "impl": ("impl", str, "efficient or naive"),
+    "keep": ("keep", _switch, "on or off"),
+    "occurrence": ("occurrence", str, "newest or first"),
+    "draft-seed": ("seed", int, "a whole number"),
 }
 SETTINGS = (*_PARAMS, *_DRAFT)
-_ALIASES = {attribute.replace("_", "-"): name for name, (attribute, _, _) in (_PARAMS | _DRAFT).items()}
-_UNSET = {"tree": "dynamic", "mask-update": "default"}  # how None is written; -1 for the others
+# the name in the API where it is another one; --seed is the sampler's, although drafts have a seed, too
+_ALIASES = {
+    alias: name
+    for name, (attribute, _, _) in (_PARAMS | _DRAFT).items()
+    if (alias := attribute.replace("_", "-")) not in SETTINGS
+}
+_UNSET = {
+    "tree": "dynamic",
+    "mask-update": "default",
+    "block-complexity": "default",
+    "draft-model": "off",
+}  # how None is written; -1 for the others
 
 
 def assign(params: GenerationParams, draft: DraftConfig, name: str, text: str) -> tuple[GenerationParams, DraftConfig]:

@@ -172,9 +172,10 @@ class DraftOptions:
             text="esp, none (plain decoding), pld, lade, stand, recycling, suffix, racer or draft-model.",
         ),
     ] = _DRAFT.drafter
-    block_complexity: Annotated[int, _spec("--block-complexity", text="Rows of one pass, root and masks included.")] = (
-        _DRAFT.block_complexity
-    )
+    block_complexity: Annotated[
+        int | None,
+        _spec("--block-complexity", text="Rows of one pass, root and masks included. (default: 10; auto: at most 60)"),
+    ] = None
     masks: Annotated[
         int | None, _spec("--masks", text="Mask rows behind every node, 1..3. (default: 1, or one a tree width)")
     ] = None
@@ -196,8 +197,14 @@ class DraftOptions:
         str, _spec("--impl", metavar="efficient|naive", text="naive rebuilds the tree layout every pass.")
     ] = _DRAFT.impl
     keep: Annotated[
-        bool, _spec("--keep", text="Drafters other than esp: what one answer taught serves the next ones.")
+        bool, _spec("--keep/--no-keep", text="Drafters other than esp: what one answer taught serves the next ones.")
     ] = _DRAFT.keep
+    occurrence: Annotated[
+        str, _spec("--occurrence", metavar="newest|first", text="Where --drafter suffix copies from.")
+    ] = _DRAFT.occurrence
+    draft_seed: Annotated[
+        int, _spec("--draft-seed", text="Of draws that only make drafts: --mask-init sample, lade and stand.")
+    ] = _DRAFT.seed
     draft_model: Annotated[
         str | None,
         _spec("--draft-model", "-md", "--model-draft", text="Second, smaller model for --drafter draft-model."),
@@ -220,7 +227,9 @@ class DraftOptions:
             mask_update=self.mask_update,
             prune=self.prune,
             impl=self.impl,
+            seed=self.draft_seed,
             keep=self.keep,
+            occurrence=self.occurrence,
             draft_model=self.draft_model,
         )
 

@@ -6,6 +6,7 @@ from esp_edge.config import DraftConfig
 from esp_edge.drafters.base import Budget, Drafter
 from esp_edge.drafters.draft_model import open_draft_model
 from esp_edge.drafters.esp import EspDrafter
+from esp_edge.drafters.fused import FusedDrafter
 from esp_edge.drafters.lade import LadeDrafter
 from esp_edge.drafters.none import NoneDrafter
 from esp_edge.drafters.pld import PldDrafter
@@ -45,6 +46,8 @@ def make_drafter(
     """
     if config.drafter == "esp":
         return _esp(config, embeddings, tokenize, temperature)
+    if config.drafter == "auto":
+        return _fused(config, embeddings, tokenize, temperature, target)
     if config.drafter == "none":
         return NoneDrafter()
     if config.drafter == "draft-model":
@@ -52,6 +55,22 @@ def make_drafter(
             raise ConfigError("drafter draft-model needs the target model to compare vocabularies, but none was given")
         return open_draft_model(config, target)
     return _rival(config, temperature, target)
+
+
+def _fused(
+    config: DraftConfig,
+    embeddings: Embeddings | None,
+    tokenize: Tokenize | None,
+    temperature: float,
+    target: TargetModel | None,
+) -> FusedDrafter:
+    """Without masks where the model cannot be probed, or ``mask_init`` was left open because probing cannot pay."""
+    masks = None
+    if embeddings is not None and config.mask_init != "auto":
+        masks = make_masks(
+            config.mask_init, config.masks, embeddings, config.mask_update, seed=config.seed, tokenize=tokenize
+        )
+    return FusedDrafter(config, target.tokenizer.n_vocab if target else _ANY_VOCABULARY, masks, temperature)
 
 
 def _rival(config: DraftConfig, temperature: float, target: TargetModel | None) -> Drafter:

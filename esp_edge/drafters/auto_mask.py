@@ -38,7 +38,7 @@ def resolve_mask_init(
         redo: measure even if a result is stored.
         progress: called with (candidates done, candidates).
     """
-    if config.drafter != "esp" or config.mask_init != "auto" or model.embeddings is None:
+    if config.drafter not in ("esp", "auto") or config.mask_init != "auto" or model.embeddings is None:
         return config
     stored = None if redo else model.cache.get(_KEY)
     if not isinstance(stored, dict) or stored.get("version") != _VERSION or stored.get("best") not in CANDIDATES:

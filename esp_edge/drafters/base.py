@@ -15,11 +15,13 @@ and no drafts (algorithms A.4). A drafter never sees rejected text as committed,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from esp_edge.step import Outputs
-from esp_edge.tree import DraftTree, Verdict
+from esp_edge.tree import DraftTree, FloatArray, Verdict
 
 __all__ = ["Budget", "Drafter"]
 
@@ -32,11 +34,15 @@ class Budget:
         rows: rows of the pass, root and masks included.
         depth: deepest node; the root has depth 0. Bounded by the context end and by the tokens still wanted.
         sequences: owners plus leaves without masks.
+        cost: float32[n], milliseconds of a pass of 1..n rows; empty = rows are free. Only ``auto`` reads it.
+        price: tokens that a millisecond is worth.
     """
 
     rows: int
     depth: int
     sequences: int
+    cost: FloatArray = field(default_factory=lambda: np.empty(0, np.float32), repr=False, compare=False)
+    price: float = 0.0
 
 
 class Drafter(Protocol):

@@ -1,0 +1,110 @@
+"""``auto``: one draft tree from every free source, as large as its rows are worth on this device.
+
+Sources: copying (what followed earlier occurrences of the end of the text), adjacency (the model's own best next
+tokens the last times these tokens were a row), the ranks of the row that chose the root, and ESP masks, placed only
+behind the likely anchors. The work is done by the compiled ``FusedDrafter``; design.md section 5, algorithms C.5 to C.7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import resources
+
+import numpy as np
+
+from esp_edge._runtime import native
+from esp_edge.config import FUSED_SOURCES, DraftConfig
+from esp_edge.drafters.base import Budget
+from esp_edge.masks import MaskVectors
+from esp_edge.step import Outputs
+from esp_edge.tree import DraftTree, FloatArray, Int32Array, Verdict
+
+__all__ = ["FusedDrafter"]
+
+SOURCES = ("", "suffix", "adjacency", "esp1", "esp2", "last")  # as the compiled core counts them
+ROW_WIDTH = 16  # best next tokens read of every node
+MASK_WIDTH = 48  # and of a mask
+LEARNING_RATE = 0.02
+_NO_IDS: Int32Array = np.empty((0, 1), np.int32)
+_NO_LOGPROBS: FloatArray = np.empty((0, 1), np.float32)
+
+
+@lru_cache(maxsize=1)
+def prior_weights() -> FloatArray:
+    """float32[n]: the weights that were learned once, on questions that no benchmark reports (docs: benchmarks)."""
+    text = resources.files("esp_edge.drafters").joinpath("fused_prior.txt").read_text("ascii")
+    return np.array(text.split(), np.float32)
+
+
+class FusedDrafter:
+    """Follows the drafter protocol; what it learned stays for the next generation of the session.
+
+    Attributes:
+        core: the compiled drafter.
+        expected: int32[n], text that the next answers may repeat; read by ``begin``.
+    """
+
+    name = "auto"
+
+    def __init__(
+        self, config: DraftConfig, n_vocab: int, masks: MaskVectors | None, temperature: float = 0.0, seed: int = 0
+    ) -> None:
+        """``masks`` None: the model cannot be probed, or probing cannot pay here; the other sources remain."""
+        self._rows = config.rows
+        self._keep = config.keep
+        self._k = config.masks if masks is not None else 0
+        self._masks = masks
+        self._row_width = min(ROW_WIDTH, n_vocab)
+        self._mask_width = min(MASK_WIDTH, n_vocab)
+        self._root = 0
+        self.expected: Int32Array = np.empty(0, np.int32)
+        self.core = native.FusedDrafter()
+        self.core.weights = prior_weights()
+        self.core.set_learning(LEARNING_RATE if config.learn else 0.0, config.learn)
+        wanted = config.sources.split("+") if config.sources else FUSED_SOURCES
+        self.core.set_sources(*(name in wanted for name in FUSED_SOURCES))
+        if "esp" not in wanted:
+            self._k = 0
+        self.core.sampled(temperature, seed)
+
+    def begin(self, token_ids: Sequence[int]) -> None:
+        """Start a generation; its last token is the first root."""
+        if self._masks is not None:
+            self._masks.begin(token_ids)
+        self._root = int(token_ids[-1])
+        self.core.begin(np.array(token_ids, np.int32), self._keep, self.expected)
+
+    def learn_prompt(self, token_ids: Int32Array, ids: Int32Array, logprobs: FloatArray) -> None:
+        """Best next tokens of the prompt's rows, the last one left out: int32[n] and [n, width] each; after begin."""
+        del token_ids
+        width = min(self._row_width, ids.shape[1])
+        ids, logprobs = np.ascontiguousarray(ids[:, :width]), np.ascontiguousarray(logprobs[:, :width], np.float32)
+        self.core.learn_prompt(0, ids, logprobs)
+
+    def probe(self) -> DraftTree:
+        """The root, with its masks where masks are used at all."""
+        vectors = self._masks.vectors() if self._masks is not None else None
+        return DraftTree.root_only(self._root, self._k, vectors[: self._k] if vectors is not None else None)
+
+    def draft(self, budget: Budget) -> DraftTree:
+        """The tree and the masks that are worth most at the price of their rows."""
+        rows = min(self._rows, budget.rows)
+        ids, parents, probs, masks, sources, _ = self.core.draft(
+            rows, budget.depth, budget.sequences, self._k, budget.cost, budget.price
+        )
+        vectors = self._masks.for_tree(ids, parents, masks) if self._masks is not None and masks.any() else None
+        names = tuple(SOURCES[source] for source in sources.tolist())
+        return DraftTree(ids, parents, probs, masks, vectors, names)
+
+    def observe(self, tree: DraftTree, outputs: Outputs, verdict: Verdict) -> None:
+        """Learn what followed every node, and what the anchor's masks guess."""
+        ids, logprobs = outputs.top_k_sketch(np.arange(tree.n_nodes, dtype=np.int32), self._row_width)
+        rows = tree.mask_rows(verdict.anchor)
+        mask_ids, mask_logprobs = outputs.top_k_sketch(rows, self._mask_width) if len(rows) else (_NO_IDS, _NO_LOGPROBS)
+        path = np.array(verdict.path, np.int32)
+        bonus = verdict.bonus_token
+        self.core.observe(tree.token_ids, tree.parents, path, bonus, ids, logprobs, mask_ids, mask_logprobs)
+        if self._masks is not None:
+            self._masks.commit(verdict.token_ids)
+        self._root = bonus
