@@ -17,11 +17,14 @@ from esp_edge.bench.identity import Parting, converse, explain, parting
 from esp_edge.bench.questions import Question, load_questions, select
 from esp_edge.bench.report import markdown_table, overview, report
 from esp_edge.bench.results import Difference, Record, RunDirectory, Turn
-from esp_edge.bench.run import ModelFile, Plan, run_all
+from esp_edge.bench.run import ModelFile, Plan, open_run, run_all
 from esp_edge.bench.spec import Lane, make_lanes, parse_drafters, parse_numbers
-from esp_edge.bench.summary import complete_rounds, failures, skipped_questions, summary_rows
+from esp_edge.bench.summary import ALL, complete_rounds, failures, skipped_questions, summary_rows
 from esp_edge.config import DRAFTERS, DraftConfig, GenerationParams, ModelConfig
 from esp_edge.errors import ConfigError, PromptError
+from esp_edge.models import model as model_module
+from esp_edge.models.cache import ModelCache
+from esp_edge.models.device import remember_threads
 from esp_edge.session import load
 
 ROW_KEYS = [
@@ -85,7 +88,7 @@ def test_values_have_the_type_of_their_setting() -> None:
     ("text", "why"),
     [
         ("", "needs names"),
-        ("magic", "known are esp, none"),
+        ("magic", "known are auto, esp, none"),
         ("esp[mask-init", "brackets"),
         ("esp]", "brackets"),
         ("esp[a=b]x", "NAME"),
@@ -500,6 +503,51 @@ def test_two_models_of_one_name_are_refused(tiny: Callable[..., Path]) -> None:
         replace(plan, models=[*plan.models, *plan.models])
 
 
+def test_exact_runs_are_prepared_for_every_model_before_the_first(
+    tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library reads the variable at its first product, so a second file's k-quants must be known by then."""
+    monkeypatch.setenv("GGML_CPU_TILED_MM", "1")  # put back at the end
+    monkeypatch.delenv("GGML_CPU_TILED_MM")
+    monkeypatch.setattr(model_module.Context, "made", False)
+    tiled = {tiny("llama"): set[str](), tiny("qwen2"): {"Q4_K"}}
+    monkeypatch.setattr(model_module, "_tiled_types", lambda header: tiled[Path(header.path)])
+    plan = replace(
+        a_plan(tiny("llama"), repeat=1), models=[ModelFile.read(path) for path in tiled], questions=QUESTIONS[1:2]
+    )
+    summary = specbench.measure(plan, tmp_path, plots=False, progress=lambda *_: None)
+    assert {row["model"] for row in summary["rows"]} == {"llama", "qwen2"}
+    assert os.environ["GGML_CPU_TILED_MM"] == "0"
+
+
+def test_the_machine_of_a_run_has_the_tuned_threads(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    plan = a_plan(tiny("llama"))
+    plan = replace(plan, config=replace(plan.config, n_threads=0))
+    cache = ModelCache(tiny("llama"))
+    assert remember_threads(cache, 3)
+    try:
+        assert open_run(plan, tmp_path).machine["threads"] == 3
+        with load(str(tiny("llama")), plan.config) as model:
+            assert describe_run(model)["threads"] == 3
+            assert describe_run(model, n_threads=2, n_ctx=64)["threads"] == 2
+    finally:
+        remember_threads(cache, 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "gpus", "told"),
+    [(0, ("NVIDIA H200",), None), (-1, ("NVIDIA H200", "NVIDIA H200"), "NVIDIA H200, NVIDIA H200"), (3, (), "unknown")],
+)
+def test_the_machine_names_the_gpu_that_layers_go_to(
+    monkeypatch: pytest.MonkeyPatch, layers: int, gpus: tuple[str, ...], told: str | None
+) -> None:
+    monkeypatch.setattr(machine, "gpu_names", lambda: gpus)
+    monkeypatch.setattr(machine, "offloads", lambda config: config.n_gpu_layers != 0)  # as a build with a GPU
+    found = machine.describe_machine(ModelConfig(n_gpu_layers=layers), quant="Q4_0", n_ctx=64, n_threads=2)
+    assert found.get("gpu") == told
+    assert found["n_gpu_layers"] == layers
+
+
 # -- report and plots ------------------------------------------------------------------------------------------------
 
 
@@ -563,6 +611,14 @@ def test_plots_are_written_as_png_and_svg(tmp_path: Path) -> None:
     for name in names:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert "<svg" in (tmp_path / name.replace(".png", ".svg")).read_text("utf-8")
+
+
+@pytest.mark.filterwarnings("error")
+def test_plots_have_room_for_long_names(tmp_path: Path) -> None:
+    long = "esp[mask-init=prompt-mean,mask-update=0.1,tree=15+4,prune=off,impl=naive]"
+    rows = [row for row in a_summary()["rows"] if row["category"] in ("qa", ALL)]
+    rows = [{**row, "drafter": long} if row["drafter"] == "fast" else row for row in rows]
+    assert len(plots.plot_summary(rows, tmp_path, "m")) == 5
 
 
 def test_nothing_but_plain_decoding_has_nothing_to_plot(tmp_path: Path) -> None:
@@ -691,7 +747,7 @@ def test_specbench_exits_with_1_when_an_answer_differs(
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--drafters", "magic"), "known are esp"),
+        (("--drafters", "magic"), "known are auto, esp"),
         (("--block-complexity", "many"), "--block-complexity must be"),
         (("--turns", "second"), "first or all"),
         (("--questions", "missing.jsonl"), "cannot be read"),

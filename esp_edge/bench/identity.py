@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import Protocol
 
 from esp_edge.bench.results import NEAR_TIE, STOCK_KIND, Difference, Record
 from esp_edge.config import GenerationParams
 from esp_edge.metrics import GenerationStats
-from esp_edge.session import Session, TokenLogprob
+from esp_edge.session import Chunk, Prompt, Session, TokenLogprob
 
-__all__ = ["Answer", "Parting", "converse", "explain", "parting", "stock_difference"]
+__all__ = ["Answer", "Parting", "Talker", "converse", "explain", "parting", "stock_difference"]
 
 RIVALS = 16  # likeliest tokens looked at where an answer differs
+
+
+class Talker(Protocol):
+    """Whoever is asked: a :class:`esp_edge.session.Session`, or another program behind the same methods."""
+
+    token_ids: list[int]
+
+    def generate(self, prompt: Prompt, params: GenerationParams | None = None) -> Iterable[Chunk]:
+        """The chunks of an answer."""
+        ...
+
+    def __enter__(self) -> Talker: ...
+
+    def __exit__(self, *exc: object) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +42,7 @@ class Answer:
     stats: GenerationStats
 
 
-def converse(session: Session, turns: Sequence[str], params: GenerationParams) -> list[Answer]:
+def converse(session: Talker, turns: Sequence[str], params: GenerationParams) -> list[Answer]:
     """Ask turn by turn; later turns see the session's own earlier answers.
 
     Every turn starts on an empty KV cache, so that its time has the whole prefill in it (algorithms E).
@@ -42,7 +57,7 @@ def converse(session: Session, turns: Sequence[str], params: GenerationParams) -
     return answers
 
 
-def _answer(session: Session, messages: Sequence[dict[str, str]], params: GenerationParams) -> Answer:
+def _answer(session: Talker, messages: Sequence[dict[str, str]], params: GenerationParams) -> Answer:
     chunks = list(session.generate(messages, params))
     return Answer(
         text="".join(chunk.text for chunk in chunks),

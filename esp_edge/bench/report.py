@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from esp_edge.bench.spec import is_peer
 from esp_edge.bench.summary import ALL
 
-__all__ = ["cost_curves", "cost_table", "curve_name", "lane_name", "markdown_table", "overview", "report"]
+__all__ = [
+    "category_table",
+    "cost_curves",
+    "cost_table",
+    "curve_name",
+    "depth_table",
+    "lane_name",
+    "markdown_table",
+    "overview",
+    "report",
+]
 
 MAX_DIFFERENCES = 50  # lines of the report; all are in differences.jsonl
 Summary = Mapping[str, Any]
@@ -17,8 +28,17 @@ CONVENTIONS = """\
 tau and the first speedup are pooled: sum of tokens / sum of passes or time, prefill pass excluded. Spec-Bench takes the
 mean over questions of each question's tokens/s and divides it by plain decoding's, prefill included; its mean accepted
 length is the pooled tau. `mean tau` is the mean over questions. `[keep]` rows carry their tables from question to
-question, all others begin every answer with empty ones. In exact mode `speedup` compares with exact plain decoding, which pads its
-single rows to two; `over stock` compares with plain decoding of the default mode, `none[stock]`, from the same run."""
+question, all others begin every answer with empty ones. In exact mode `speedup` compares with exact plain decoding,
+which pads its single rows to two; `over stock` compares with plain decoding of the default mode, `none[stock]`, from
+the same run."""
+PEERS = """\
+`llama-server:` rows are another program, llama.cpp's own server, asked for the same token ids in the same rounds, one
+program computing at a time; `over peer` and `same as peer` compare with its own plain decoding, `llama-server:none`.
+Times are by its clock, without HTTP. Its passes are derived: tokens minus accepted drafts. Its time outside of
+llama.cpp and acceptance by depth are not known. It cuts prompts into other batches and is built with other kernels, so
+answers may differ; that is counted and explained but never fails the run, and exact mode says nothing about it. The
+n-gram map, pool and cache (`ngram-map-*`, `ngram-mod`, `ngram-cache`) live on in the server from question to question,
+like `[keep]` rows."""
 
 
 def lane_name(row: Row) -> str:
@@ -65,6 +85,8 @@ def report(summary: Summary, figures: Mapping[str, Sequence[str]]) -> str:
     parts = ["# Benchmark", *_alarms(summary), _method(summary), _machine(summary["machine"])]
     for model, rows in _by_model(summary["rows"]).items():
         parts += _model_part(model, rows, summary["cost"].get(model, []), figures.get(model, ()))
+    if any(is_peer(row["drafter"]) for row in summary["rows"]):
+        parts += ["## The other program", PEERS, f"It is {summary['settings']['peer']}."]
     parts += _differences(summary["differences"])
     if summary["skipped"]:
         skipped = [f"- question {question_id}: {why}" for question_id, why in summary["skipped"].items()]
@@ -100,7 +122,8 @@ def _settings_line(summary: Summary) -> str:
 
 
 def _method(summary: Summary) -> str:
-    lines = [f"{_settings_line(summary)}. All drafters were interleaved question by question in one process."]
+    place = ", ours in one process" if "peer" in summary["settings"] else " in one process"
+    lines = [f"{_settings_line(summary)}. All drafters were interleaved question by question{place}."]
     if summary.get("command"):
         lines.append(f"\n```\n{summary['command']}\n```")
     return "\n".join(lines)
@@ -120,11 +143,11 @@ def _model_part(model: str, rows: Sequence[Row], cost: Sequence[Row], figures: S
     parts += ["### Both conventions", CONVENTIONS, _convention_table(total)]
     parts += ["### Speedup by category", "Decode only, pooled; behind it the answers equal to plain decoding's."]
     parts += [
-        _category_table(rows, _speed_cell),
+        category_table(rows, _speed_cell),
         "### tau by category",
-        _category_table(rows, lambda row: _two(row["tau"])),
+        category_table(rows, lambda row: _two(row["tau"])),
     ]
-    parts += ["### Acceptance by depth", "Share of passes whose draft was accepted to that depth.", _depth_table(total)]
+    parts += ["### Acceptance by depth", "Share of passes whose draft was accepted to that depth.", depth_table(total)]
     if cost:
         parts += ["### T(n): milliseconds of a pass of n rows", cost_table(cost)]
     if figures:
@@ -134,6 +157,10 @@ def _model_part(model: str, rows: Sequence[Row], cost: Sequence[Row], figures: S
 
 def _two(value: float) -> str:
     return f"{value:.2f}"
+
+
+def _known(value: float | None) -> str:
+    return "-" if value is None else _two(value)
 
 
 def _same(row: Row) -> str:
@@ -150,9 +177,11 @@ def _speed_cell(row: Row) -> str:
 
 
 def _main_table(rows: Sequence[Row]) -> str:
-    exact = any(row["speedup_stock"] is not None for row in rows)
+    bases = {"over stock": "speedup_stock", "over peer": "speedup_peer"}
+    shown = {name: key for name, key in bases.items() if any(row[key] is not None for row in rows)}
     head = ["drafter @ block complexity", "tau", "rows/pass", "tokens/s", "speedup", "min..max"]
-    head += ["over stock"] * exact + ["same as plain", "near-ties", "different", "host ms/pass", "model ms/pass"]
+    head += [*shown, "same as plain", *["same as peer"] * ("over peer" in shown)]
+    head += ["near-ties", "different", "host ms/pass", "model ms/pass"]
     return markdown_table(
         head,
         [
@@ -163,12 +192,13 @@ def _main_table(rows: Sequence[Row]) -> str:
                 f"{row['tokens_per_second']:.1f}",
                 f"{row['speedup']:.2f}x",
                 f"{row['speedup_min']:.2f}..{row['speedup_max']:.2f}",
-                *([f"{row['speedup_stock']:.2f}x"] if exact else []),
+                *(f"{row[key]:.2f}x" for key in shown.values()),
                 _same(row),
+                *([f"{row['identical_peer']}/{row['n_prompts']}"] if "over peer" in shown else []),
                 str(row["near_ties"]),
                 _different(row),
-                f"{row['host_ms_per_pass']:.2f}",
-                f"{row['model_ms_per_pass']:.2f}",
+                _known(row["host_ms_per_pass"]),
+                _known(row["model_ms_per_pass"]),
             ]
             for row in rows
         ],
@@ -202,7 +232,8 @@ def _convention_table(rows: Sequence[Row]) -> str:
     )
 
 
-def _category_table(rows: Sequence[Row], cell: Any) -> str:
+def category_table(rows: Sequence[Row], cell: Callable[[Row], str]) -> str:
+    """A drafter a row, a category a column; ``cell`` writes a summary row."""
     categories = list(dict.fromkeys(row["category"] for row in rows))
     lanes: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -213,7 +244,8 @@ def _category_table(rows: Sequence[Row], cell: Any) -> str:
     )
 
 
-def _depth_table(rows: Sequence[Row]) -> str:
+def depth_table(rows: Sequence[Row]) -> str:
+    """A drafter a row: the share of its passes accepted to each depth, ten at most."""
     deepest = max((len(row["accepted_by_depth"]) for row in rows), default=0)
     depths = range(min(deepest, 10))
     return markdown_table(

@@ -10,17 +10,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from esp_edge.bench.identity import Answer, converse, explain, parting, stock_difference
+from esp_edge.bench.identity import Answer, Talker, converse, explain, parting, stock_difference
+from esp_edge.bench.machine import describe_machine
+from esp_edge.bench.peer_server import PeerServers
+from esp_edge.bench.peers import Peer
 from esp_edge.bench.questions import Question
 from esp_edge.bench.results import Record, RunDirectory, Turn, Unit
-from esp_edge.bench.spec import PLAIN, Lane
+from esp_edge.bench.spec import PEER, PLAIN, Lane
 from esp_edge.config import DraftConfig, GenerationParams, ModelConfig
 from esp_edge.errors import ConfigError, ContextLengthError
 from esp_edge.models import gguf
-from esp_edge.models.cache import fingerprint
-from esp_edge.session import Model, Session, load
+from esp_edge.models.cache import ModelCache, fingerprint
+from esp_edge.models.model import DEFAULT_CONTEXT, prepare_exact, threads_for
+from esp_edge.session import Model, load
 
-__all__ = ["ModelFile", "Plan", "Runner", "run_all"]
+__all__ = ["ModelFile", "Plan", "Progress", "Runner", "open_run", "prepare_models", "run_all"]
 
 WARM_UP = "Hello"
 WARM_UP_TOKENS = 4
@@ -61,6 +65,7 @@ class Plan:
         questions: those selected, with the turns to ask.
         params: of every generation; its seed is the same everywhere.
         repeat: repetitions of the whole list.
+        peer: the program of the lanes that are not ours; None when there are none.
     """
 
     models: Sequence[ModelFile]
@@ -69,8 +74,14 @@ class Plan:
     questions: Sequence[Question]
     params: GenerationParams
     repeat: int = 1
+    peer: Peer | None = None
 
     def __post_init__(self) -> None:
+        if any(lane.peer for lane in self.lanes) and not self.params.is_greedy:
+            raise ConfigError(
+                f"{PEER} draws with a generator of its own, so sampled answers cannot be compared: use --temp 0 or "
+                f"drop --peer"
+            )
         names = [model.name for model in self.models]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -93,6 +104,7 @@ class Plan:
             "temperature": self.params.temperature,
             "seed": self.params.seed,
             "repeat": self.repeat,
+            **({"peer": f"{PEER} {self.peer.version}, {fingerprint(self.peer.path)}"} if self.peer else {}),
             **asdict(self.config),
         }
 
@@ -100,6 +112,33 @@ class Plan:
     def n_turns(self) -> int:
         """Turns of all questions."""
         return sum(len(question.turns) for question in self.questions)
+
+
+def prepare_models(plan: Plan) -> None:
+    """Settle what exact mode needs of any of the models, before the first of them runs.
+
+    Raises:
+        ConfigError: this process has run another model already, and a file here needs what it did not (k-quants).
+    """
+    if plan.config.exact:
+        for file in plan.models:
+            prepare_exact(gguf.preflight(file.path))
+
+
+def open_run(plan: Plan, out: Path) -> RunDirectory:
+    """The directory of a plan's run, new or to be continued.
+
+    Raises:
+        ConfigError: it belongs to another run.
+    """
+    config, files = plan.config, plan.models
+    machine = describe_machine(
+        config,
+        quant=", ".join(dict.fromkeys(file.quant for file in files)),
+        n_ctx=max(config.n_ctx or min(file.n_ctx_train or DEFAULT_CONTEXT, DEFAULT_CONTEXT) for file in files),
+        n_threads=max(threads_for(config, ModelCache(file.path)) for file in files),
+    )
+    return RunDirectory(out, plan.settings(), machine)
 
 
 def run_all(
@@ -117,7 +156,8 @@ def run_all(
     """
     for file in plan.models:
         with load(str(file.path), plan.config) as model, _stock_model(plan, file) as stock:
-            Runner(plan, file, model, results, progress, stock).run()
+            with _peer_servers(plan, model) as peers:
+                Runner(plan, file, model, results, progress, stock=stock, peers=peers).run()
             if after is not None:
                 after(file, model)
 
@@ -127,6 +167,10 @@ def _stock_model(plan: Plan, file: ModelFile) -> AbstractContextManager[Model | 
     if not any(lane.stock for lane in plan.lanes):
         return nullcontext()
     return load(str(file.path), replace(plan.config, exact=False))
+
+
+def _peer_servers(plan: Plan, model: Model) -> AbstractContextManager[PeerServers | None]:
+    return nullcontext() if plan.peer is None else PeerServers(plan.peer, model)
 
 
 class Runner:
@@ -139,12 +183,15 @@ class Runner:
         model: Model,
         results: RunDirectory,
         progress: Progress | None = None,
+        *,
         stock: Model | None = None,
+        peers: PeerServers | None = None,
     ) -> None:
         self._plan = plan
         self._file = file
         self._model = model
         self._stock = stock
+        self._peers = peers
         self._results = results
         self._progress = progress or (lambda _done, _total, _text: None)
 
@@ -154,6 +201,8 @@ class Runner:
             self._warm_up()
         for repeat in range(self._plan.repeat):
             with ExitStack() as stack:
+                if self._peers is not None:
+                    stack.callback(self._peers.stop)  # a repetition must not know the answers of the one before it
                 kept = _KeptSessions(self, self._plan, stack)
                 for index, question in enumerate(self._plan.questions):
                     self._round(repeat, index, question, kept)
@@ -172,10 +221,16 @@ class Runner:
         for lane in self._plan.lanes:
             self._tell(f"warming up {lane.label} at {lane.block_complexity}")
             with self.session(lane) as session:
-                converse(session, (WARM_UP,), params)
+                if lane.peer is None:  # a new server has just warmed up
+                    converse(session, (WARM_UP,), params)
 
-    def session(self, lane: Lane) -> Session:
-        """A session of its own: an empty KV cache and, unless they are kept later, empty tables."""
+    def session(self, lane: Lane) -> Talker:
+        """A session of its own: an empty KV cache and, unless they are kept later, empty tables.
+
+        A peer's server, with the tables it has, lives to the end of a repetition; the first session starts it.
+        """
+        if lane.peer is not None and self._peers is not None:
+            return self._peers.session(lane.peer)
         model = self._stock if lane.stock and self._stock is not None else self._model
         return model.session(lane.draft)
 
@@ -199,7 +254,7 @@ class Runner:
     def _tell(self, text: str) -> None:
         self._progress(len(self._results.records), self._plan.n_units, f"{self._file.name}: {text}")
 
-    def _record(self, repeat: int, question: Question, lane: Lane, session: Session) -> Record:
+    def _record(self, repeat: int, question: Question, lane: Lane, session: Talker) -> Record:
         answers, error = _ask(session, question, self._plan.params)
         stats = answers[-1].stats if answers else None
         return Record(
@@ -236,7 +291,7 @@ class Runner:
                 self._results.add_difference(difference)
 
 
-def _ask(session: Session, question: Question, params: GenerationParams) -> tuple[list[Answer], str | None]:
+def _ask(session: Talker, question: Question, params: GenerationParams) -> tuple[list[Answer], str | None]:
     """All answers, or none and why: a conversation that does not fit the context is left out of the comparison."""
     try:
         return converse(session, question.turns, params), None
@@ -255,10 +310,10 @@ class _KeptSessions:
         self._runner = runner
         self._plan = plan
         self._stack = stack
-        self._sessions: dict[tuple[str, int], Session] = {}
+        self._sessions: dict[tuple[str, int], Talker] = {}
         self._seen: dict[tuple[str, int], int] = {}
 
-    def ready(self, lane: Lane, index: int) -> Session:
+    def ready(self, lane: Lane, index: int) -> Talker:
         """The lane's session, having answered the first ``index`` questions, about to answer the next."""
         if lane.key not in self._sessions:
             self._sessions[lane.key] = self._stack.enter_context(self._runner.session(lane))

@@ -12,16 +12,34 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from esp_edge import config
 from esp_edge.config import DraftConfig, parse_tree
 from esp_edge.errors import ConfigError
 
-__all__ = ["PLAIN", "STOCK", "DrafterSpec", "Lane", "make_lanes", "parse_drafters", "parse_numbers", "with_stock"]
+if TYPE_CHECKING:
+    from esp_edge.bench.peers import PeerMode
+
+__all__ = [
+    "PEER",
+    "PEER_PLAIN",
+    "PLAIN",
+    "STOCK",
+    "DrafterSpec",
+    "Lane",
+    "is_peer",
+    "make_lanes",
+    "parse_drafters",
+    "parse_numbers",
+    "split_list",
+    "with_stock",
+]
 
 PLAIN = "none"
 STOCK = "none[stock]"  # plain decoding of the default mode, beside a run in exact mode
+PEER = "llama-server"  # another program, measured beside ours
+PEER_PLAIN = f"{PEER}:none"
 KEEP = "keep"  # the setting that carries tables from one request to the next
 MAX_NUMBERS = 4096
 _SPEC = re.compile(r"(?P<name>[^\[\]]+)(?:\[(?P<options>.*)\])?", re.DOTALL)
@@ -49,31 +67,40 @@ class Lane:
         label: of the drafter, options included.
         draft: its settings.
         stock: whether it runs in the default mode although the run is an exact one.
+        peer: how another program makes the drafts; ``draft`` has no meaning then.
     """
 
     label: str
     draft: DraftConfig
     stock: bool = False
+    peer: PeerMode | None = None
 
     @property
     def block_complexity(self) -> int:
         """Rows a pass may have; 1 for plain decoding."""
-        return self.draft.rows
+        return self.draft.rows if self.peer is None else self.peer.rows
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that makes the lane, JSON-ready."""
+        if self.peer is not None:
+            return {"label": self.label, "block_complexity": self.peer.rows, "arguments": self.peer.arguments}
         return {"label": self.label, **dataclasses.asdict(self.draft)}
 
     @property
     def keep(self) -> bool:
         """Whether tables live on from prompt to prompt."""
-        return bool(getattr(self.draft, KEEP, False))
+        return bool(getattr(self.draft, KEEP, False)) if self.peer is None else self.peer.keeps
 
     @property
     def key(self) -> tuple[str, int]:
         """Identifies the lane in records."""
         return self.label, self.block_complexity
+
+
+def is_peer(label: str) -> bool:
+    """Whether a lane's label is of another program."""
+    return label.startswith(f"{PEER}:")
 
 
 # -- parsing ---------------------------------------------------------------------------------------------------------
@@ -88,7 +115,7 @@ def parse_drafters(text: str) -> list[DrafterSpec]:
     Raises:
         ConfigError: an unknown drafter or option, or a value that does not fit; it names what is possible.
     """
-    specs = [_drafter(part) for part in _split(text, text)]
+    specs = [_drafter(part) for part in split_list(text, text)]
     if not specs:
         raise ConfigError(f"--drafters needs names such as esp, but {text!r} was given; known are {_names()}")
     return specs
@@ -98,8 +125,12 @@ def _names() -> str:
     return ", ".join(config.DRAFTERS)
 
 
-def _split(text: str, whole: str) -> list[str]:
-    """Parts between commas outside of brackets, stripped, empty ones left out."""
+def split_list(text: str, whole: str) -> list[str]:
+    """Parts between commas outside of brackets, stripped, empty ones left out.
+
+    Raises:
+        ConfigError: brackets that do not match; it shows ``whole``.
+    """
     parts, depth = [""], 0
     for char in text:
         depth += (char == "[") - (char == "]")
@@ -121,7 +152,7 @@ def _drafter(text: str) -> DrafterSpec:
     name = match["name"].strip()
     if name not in config.DRAFTERS:
         raise ConfigError(f"{name!r} is no drafter; known are {_names()}")
-    items = _split(match["options"] or "", text)
+    items = split_list(match["options"] or "", text)
     options: dict[str, Any] = {"drafter": name}
     for item in items:
         field, value = _option(item, name)

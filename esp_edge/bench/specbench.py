@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from esp_edge.bench.cost import cost_rows
-from esp_edge.bench.machine import describe_machine
 from esp_edge.bench.plots import plot_cost, plot_summary
 from esp_edge.bench.report import report
 from esp_edge.bench.results import RunDirectory, write_json
-from esp_edge.bench.run import ModelFile, Plan, run_all
+from esp_edge.bench.run import ModelFile, Plan, open_run, prepare_models, run_all
 from esp_edge.bench.summary import failures, skipped_questions, summary_rows
 from esp_edge.errors import ConfigError
-from esp_edge.models.model import DEFAULT_CONTEXT
 from esp_edge.session import Model
 
-__all__ = ["measure"]
+__all__ = ["COST_CONTEXT", "COST_ROWS", "PLOTS", "measure"]
 
 COST_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 30, 40, 50, 60)
 COST_CONTEXT = 300  # a question and half of its answer
@@ -38,9 +36,11 @@ def measure(
         progress: called with (answers recorded, answers, what is being done).
 
     Raises:
-        ConfigError: the directory belongs to another run, or no question fits the context.
+        ConfigError: the directory belongs to another run, no question fits the context, or a model cannot be exact in
+            this process any more.
     """
-    results = RunDirectory(out, plan.settings(), _machine(plan))
+    prepare_models(plan)
+    results = open_run(plan, out)
     progress(len(results.records), plan.n_units, f"{len(results.records)} of {plan.n_units} answers are recorded")
 
     def measure_cost(file: ModelFile, model: Model) -> None:
@@ -56,23 +56,13 @@ def measure(
     return summary
 
 
-def _machine(plan: Plan) -> dict[str, Any]:
-    lengths = {plan.config.n_ctx or min(model.n_ctx_train or DEFAULT_CONTEXT, DEFAULT_CONTEXT) for model in plan.models}
-    return describe_machine(
-        quant=", ".join(dict.fromkeys(model.quant for model in plan.models)),
-        n_ctx=max(lengths),
-        n_threads=plan.config.n_threads,
-        n_gpu_layers=plan.config.n_gpu_layers,
-    )
-
-
 def _cost_file(out: Path, model: str) -> Path:
     return out / f"cost-{model}.json"
 
 
 def _cost(plan: Plan, model: Model) -> list[dict[str, Any]]:
     """T(n) up to the largest block complexity of the run, where the context allows it."""
-    largest = max(lane.block_complexity for lane in plan.lanes)
+    largest = max(lane.block_complexity for lane in plan.lanes if lane.peer is None)
     context = min(COST_CONTEXT, model.n_ctx // 2)
     rows = [n for n in COST_ROWS if n <= max(largest, COST_ROWS[2]) and n < model.n_ctx // 2]
     return cost_rows(model, rows, [context])

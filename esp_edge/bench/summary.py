@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from esp_edge.bench.results import Difference, Record, Turn, Unit
-from esp_edge.bench.spec import PLAIN, STOCK
+from esp_edge.bench.spec import PEER_PLAIN, PLAIN, STOCK, is_peer
 
 __all__ = ["ALL", "complete_rounds", "failures", "skipped_questions", "summary_rows"]
 
@@ -122,6 +122,7 @@ def _row(
     mine = [record for record in records if record.unit[3:] == lane]
     plain = [record for record in records if record.drafter == PLAIN]
     stock = [record for record in records if record.drafter == STOCK]
+    peer = [record for record in records if record.drafter == PEER_PLAIN]
     sums, base = _sums(mine), _sums(plain)
     repeats = sorted({record.repeat for record in mine})
     per_repeat = [_speedup(_of_repeat(mine, repeat), _of_repeat(plain, repeat)) for repeat in repeats]
@@ -141,10 +142,12 @@ def _row(
         "speedup_min": min(per_repeat),
         "speedup_max": max(per_repeat),
         **_identity(mine, differences),
-        "host_ms_per_pass": _ratio(sums.decode_ms - sums.model_ms, sums.passes),
-        "model_ms_per_pass": _ratio(sums.model_ms, sums.passes),
+        "host_ms_per_pass": None if is_peer(lane[0]) else _ratio(sums.decode_ms - sums.model_ms, sums.passes),
+        "model_ms_per_pass": None if is_peer(lane[0]) else _ratio(sums.model_ms, sums.passes),
         "repeats": len(repeats),
         "speedup_stock": _ratio(sums.decode_rate, _sums(stock).decode_rate) if stock else None,
+        "speedup_peer": _ratio(sums.decode_rate, _sums(peer).decode_rate) if peer else None,
+        "identical_peer": _equal(mine, peer) if peer else None,
         "mask_init": next((record.mask_init for record in mine if record.mask_init), None),
         "tau_mean_of_prompts": _per_prompt(mine, lambda one: one.tau),
         "tokens_per_second_end_to_end": sums.full_rate,
@@ -189,6 +192,16 @@ def _identity(records: Sequence[Record], differences: Mapping[Unit, Difference])
     identical = sum(kind == {"identical"} for kind in kinds.values())
     near_ties = sum(kind <= {"identical", "near-tie"} for kind in kinds.values()) - identical
     return {"identical": identical, "near_ties": near_ties}
+
+
+def _equal(mine: Iterable[Record], theirs: Iterable[Record]) -> int:
+    """Questions that both answered with the same tokens in every repetition."""
+    tokens = {one.unit[:3]: [turn.token_ids for turn in one.turns] for one in theirs}
+    same: dict[int | str, bool] = {}
+    for one in mine:
+        equal = [turn.token_ids for turn in one.turns] == tokens.get(one.unit[:3])
+        same[one.question_id] = same.get(one.question_id, True) and equal
+    return sum(same.values())
 
 
 def _added(counts: Iterable[Sequence[int]]) -> list[int]:

@@ -7,7 +7,7 @@ import shlex
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,9 +17,11 @@ from esp_edge.cli.output import Bar, note, print_json, write_text
 from esp_edge.config import GenerationParams, ModelConfig
 
 if TYPE_CHECKING:
+    from esp_edge.bench.peers import Peer
     from esp_edge.bench.run import ModelFile
+    from esp_edge.bench.spec import Lane
 
-__all__ = ["cost", "specbench"]
+__all__ = ["AsJson", "NoPlots", "Repeat", "cost", "model_file", "shown_command", "specbench"]
 
 _bench = functools.partial(option, panel="Benchmark")
 AsJson = Annotated[bool, _bench("--json", text="Print one JSON document.")]
@@ -53,6 +55,14 @@ def specbench(
     repeat: Repeat = 1,
     temp: Annotated[float, _bench("--temp", text="Temperature; 0 = greedy.")] = 0.0,
     seed: Annotated[int, _bench("-s", "--seed", text="Of every answer, when it is sampled.", min=0)] = 1,
+    peer: Annotated[
+        str | None,
+        _bench("--peer", metavar="llama-server=PATH", text="Measure llama.cpp's own draft-free modes beside ours."),
+    ] = None,
+    peer_modes: Annotated[
+        str | None,
+        _bench("--peer-modes", metavar="A,B[OPTION=N,...]", text="Of --peer. (default: its five draft-free modes)"),
+    ] = None,
     as_json: AsJson = False,
     no_plots: NoPlots = False,
 ) -> None:
@@ -72,15 +82,17 @@ def specbench(
     chosen = select(load_questions(questions), per_category, turns)
     if not no_plots:
         plots.require_matplotlib()
+    program, peer_lanes = _peer(peer, peer_modes)
     from esp_edge.bench.run import Plan  # noqa: PLC0415
     from esp_edge.bench.specbench import measure  # noqa: PLC0415
 
     config = load.config()
     if config.exact:
         lanes = spec.with_stock(lanes)
-    plan = Plan([_model_file(name) for name in model or ["smollm2"]], config, lanes, chosen, params, repeat)
+    files = [model_file(name) for name in model or ["smollm2"]]
+    plan = Plan(files, config, [*lanes, *peer_lanes], chosen, params, repeat, program)
     with Bar("benchmark", shown=True) as bar:
-        summary = measure(plan, out, command=_command(sys.argv), plots=not no_plots, progress=bar.update)
+        summary = measure(plan, out, command=shown_command(sys.argv), plots=not no_plots, progress=bar.update)
     if as_json:
         print_json(summary)
     else:
@@ -91,7 +103,20 @@ def specbench(
         raise typer.Exit(1)
 
 
-def _model_file(name: str) -> ModelFile:
+def _peer(program: str | None, modes: str | None) -> tuple[Peer | None, list[Lane]]:
+    """The checked program and the lanes it adds."""
+    from esp_edge.bench import peers  # noqa: PLC0415
+
+    if program is None:
+        if modes is not None:
+            raise typer.BadParameter("it needs --peer llama-server=PATH", param_hint="'--peer-modes'")
+        return None, []
+    chosen = peers.parse_modes(modes if modes is not None else peers.DEFAULT_MODES)
+    return peers.Peer.check(program, chosen), peers.peer_lanes(chosen)
+
+
+def model_file(name: str) -> ModelFile:
+    """The file behind ``-m``, downloaded where it is not there yet."""
     from esp_edge.bench.run import ModelFile  # noqa: PLC0415
     from esp_edge.models import hub  # noqa: PLC0415
 
@@ -99,10 +124,16 @@ def _model_file(name: str) -> ModelFile:
         return ModelFile.read(hub.resolve(name, progress=bar.update_file))
 
 
-def _command(argv: list[str]) -> str:
+def shown_command(argv: list[str]) -> str:
     """The command line for the report, files and directories by their last name only."""
-    words = [Path(word).name if Path(word).is_absolute() or Path(word).exists() else word for word in argv[1:]]
-    return f"esp-edge {shlex.join(words)}"
+    return f"esp-edge {shlex.join(map(_shortened, argv[1:]))}"
+
+
+def _shortened(word: str) -> str:
+    program, equals, path = word.partition("=")
+    if equals and program in ("--peer", "llama-server"):  # --peer=llama-server=PATH, llama-server=PATH
+        return f"{program}={_shortened(path)}"
+    return Path(word).name if Path(word).is_absolute() or Path(word).exists() else word
 
 
 # -- cost ------------------------------------------------------------------------------------------------------------
@@ -130,12 +161,18 @@ def cost(
     if out is not None and not no_plots:
         plots.require_matplotlib()
     from esp_edge.bench.cost import cost_rows  # noqa: PLC0415
+    from esp_edge.bench.machine import describe_run  # noqa: PLC0415
     from esp_edge.bench.results import write_json  # noqa: PLC0415
 
     config = ModelConfig(n_gpu_layers=n_gpu_layers)
     with closing(load_model(model, config)) as target, Bar("timing passes") as bar:
         measured = cost_rows(target, sizes, lengths, counts, repeat=repeat, progress=bar.update)
-        document = {"machine": _cost_machine(target, measured), "rows": measured}
+        machine = describe_run(
+            target,
+            n_ctx=max(row["context"] + row["rows"] for row in measured),
+            n_threads=max(row["threads"] for row in measured),
+        )
+        document = {"machine": machine, "rows": measured}
         name = target.path.name.removesuffix(".gguf")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -146,15 +183,3 @@ def cost(
         print_json(document)
     else:
         write_text(report.cost_table(measured))
-
-
-def _cost_machine(model: Any, measured: list[dict[str, Any]]) -> dict[str, Any]:
-    from esp_edge.bench.machine import describe_machine  # noqa: PLC0415
-    from esp_edge.models import gguf  # noqa: PLC0415
-
-    return describe_machine(
-        quant=gguf.quant_name(model.header),
-        n_ctx=max(row["context"] + row["rows"] for row in measured),
-        n_threads=max(row["threads"] for row in measured),
-        n_gpu_layers=model.config.n_gpu_layers,
-    )
