@@ -121,6 +121,7 @@ class DraftConfig:
         sources: draft sources of ``auto``, joined by ``+``: suffix, adjacency, esp, last; "" = all.
         learn: whether ``auto`` goes on learning from every pass.
         cost: what ``auto`` takes a pass to cost: as ``measured`` here, or ``flat``, as if rows were free.
+        remember: keep on disk, per model file, what ``auto`` learned about its sources.
     """
 
     drafter: str = "esp"
@@ -138,6 +139,7 @@ class DraftConfig:
     sources: str = ""
     learn: bool = True
     cost: str = "measured"
+    remember: bool = False
 
     def __post_init__(self) -> None:
         _require(self.drafter in DRAFTERS, f"drafter must be one of {', '.join(DRAFTERS)}", self.drafter)
@@ -218,6 +220,7 @@ class GenerationParams:
         seed: of the keyed draw; None = a fresh one, told in the statistics.
         logprobs: None = none; n = log-probability of each token and of the n most likely ones.
         ignore_eos: forbid the end-of-generation tokens.
+        prediction: text that the answer may repeat, such as the file it is to edit: one more source for ``auto``.
     """
 
     max_tokens: int | None = None
@@ -242,6 +245,7 @@ class GenerationParams:
     seed: int | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
+    prediction: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -266,6 +270,8 @@ class GenerationParams:
         _require(isinstance(self.logit_bias, Mapping), "logit-bias must map token ids to numbers", self.logit_bias)
         ok = self.grammar is None or isinstance(self.grammar, str)
         _require(ok, "a grammar must be a text", self.grammar)
+        ok = self.prediction is None or _is_text(self.prediction)
+        _require(ok, "a prediction must be a text", self.prediction)
 
     def _check_filters(self) -> None:
         _require(_is_finite(self.temperature) and 0 <= self.temperature <= 100, "temp must be 0..100", self.temperature)

@@ -24,6 +24,8 @@ class GenerationStats:
         committed_tokens: tokens emitted by decode passes, bonus tokens included.
         accepted_by_depth: passes in which depth d + 1 was accepted.
         drafted_by_depth: passes whose tree reached depth d + 1.
+        drafted_by_source, accepted_by_source: draft nodes, and those emitted, by the source that proposed them.
+        sizes: rows of a pass -> how many decode passes had that many.
         model_ms: inside llama.cpp, decode passes only.
         decode_ms: the whole decode loop, so host time is ``decode_ms - model_ms``.
     """
@@ -46,6 +48,9 @@ class GenerationStats:
     model_ms: float = 0.0
     accepted_by_depth: list[int] = field(default_factory=list)
     drafted_by_depth: list[int] = field(default_factory=list)
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
     note: str | None = None
 
     @property
@@ -73,21 +78,37 @@ class GenerationStats:
         """Time of a decode pass inside llama.cpp."""
         return self.model_ms / self.passes if self.passes else 0.0
 
-    def count(self, n_rows: int, depths: Sequence[int], accepted: Sequence[bool]) -> None:
-        """Count a pass: its rows, the depth of every node (root first), and which emitted tokens were drafts."""
+    def count(
+        self,
+        n_rows: int,
+        depths: Sequence[int],
+        accepted: Sequence[bool],
+        drafted_from: Sequence[str] = (),
+        accepted_from: Sequence[str] = (),
+    ) -> None:
+        """Count a pass: its rows, the depth of every node (root first), and which emitted tokens were drafts.
+
+        Args:
+            drafted_from: source of every node; accepted_from: of every emitted token; "" = none.
+        """
         if self.prefill_tokens == 0:
             self.prefill_tokens = len(accepted)
             return
         n_accepted = sum(accepted)
         self.passes += 1
         self.rows += n_rows
+        self.sizes[n_rows] = self.sizes.get(n_rows, 0) + 1
+        for counts, names in ((self.drafted_by_source, drafted_from), (self.accepted_by_source, accepted_from)):
+            for name in names:
+                if name:
+                    counts[name] = counts.get(name, 0) + 1
         self.draft_tokens += len(depths) - 1
         self.accepted_tokens += n_accepted
         self.committed_tokens += len(accepted)
-        for counts, reached in ((self.drafted_by_depth, max(depths)), (self.accepted_by_depth, n_accepted)):
-            counts.extend([0] * (reached - len(counts)))
+        for by_depth, reached in ((self.drafted_by_depth, max(depths)), (self.accepted_by_depth, n_accepted)):
+            by_depth.extend([0] * (reached - len(by_depth)))
             for depth in range(reached):
-                counts[depth] += 1
+                by_depth[depth] += 1
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready, in the order people read it."""
@@ -109,6 +130,9 @@ class GenerationStats:
             "cached_tokens": self.cached_tokens,
             "accepted_by_depth": list(self.accepted_by_depth),
             "drafted_by_depth": list(self.drafted_by_depth),
+            "drafted_by_source": dict(self.drafted_by_source),
+            "accepted_by_source": dict(self.accepted_by_source),
+            "sizes": {str(rows): n for rows, n in sorted(self.sizes.items())},
             "seed": self.seed,
             "note": self.note,
         }

@@ -27,7 +27,7 @@ from esp_edge.models.model import Context, TargetModel
 from esp_edge.models.sampler import Sampler
 from esp_edge.models.tokenizer import StopMatcher, TextDecoder
 from esp_edge.planner.curve import CostCurve
-from esp_edge.planner.measure import load_curve
+from esp_edge.planner.measure import load_curve, save_curve
 from esp_edge.planner.plan import Planner
 from esp_edge.step import Outputs, Step
 from esp_edge.tree import DraftTree, Verdict
@@ -40,6 +40,8 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 BATCH_SEQUENCES = 64  # for a drafter whose trees are not known beforehand
 ONE_PATH = ("none", "pld", "suffix", "draft-model")  # they draft chains: one sequence, and a cheaper commit
 _MOST_SEQUENCES = 255
+_LEARNED = "auto_drafter"  # in the model's cache
+_ENOUGH_PASSES = 20  # fewer teach nothing worth keeping
 _UNLIMITED = 1 << 31
 
 
@@ -206,9 +208,22 @@ class Session:
         sampler = Sampler(self.model, params, seed, self.model.n_ctx)
         drafter, stats = self._start(params, len(ids))
         if isinstance(drafter, FusedDrafter):
-            drafter.core.sampled(params.temperature, seed)
+            drafter.expect(self.model.tokenizer.encode(params.prediction or ""), params.temperature, seed)
         stats.seed = None if params.is_greedy else seed
         return self._run(ids, params, sampler, drafter, stats)
+
+    def explain(self, stats: GenerationStats) -> dict[str, Any] | None:
+        """Why ``auto`` drafted as it did in the answer that ``stats`` are of, JSON-ready; None with other drafters.
+
+        Keys: ``cost`` (rows -> milliseconds, as measured and refined), ``price`` (tokens a millisecond is worth),
+        ``calibration`` (per tenth of probability: predicted, observed, candidates), ``mask_gain`` (tokens that a probed
+        anchor brings), ``plain_ms`` and ``saved_ms`` (what plain decoding would have taken, and the difference), and
+        ``reason`` where speculation was off or hardly used.
+        """
+        if self._planner is None or self._kept is None or not isinstance(self._kept[2], FusedDrafter):
+            return None
+        context = stats.prompt_tokens + stats.committed_tokens // 2
+        return self._planner.explain(stats, context) | self._kept[2].explain()
 
     def close(self) -> None:
         """Free the KV cache; calling it twice is harmless."""
@@ -258,7 +273,7 @@ class Session:
                 self.token_ids.extend(verdict.token_ids)
                 if stats.prefill_tokens:  # the first pass belongs to the prefill
                     timing(n_emitted)
-                stats.count(tree.n_rows, tree.depths.tolist(), chunk.accepted)
+                stats.count(tree.n_rows, tree.depths.tolist(), chunk.accepted, tree.sources, chunk.sources)
                 if answer.finish_reason is None:
                     drafter.observe(tree, outputs, verdict)
                     tree = drafter.draft(self._budget(answer.left))
@@ -346,7 +361,7 @@ class Session:
             custom, note = None, self.model.capability.reason
         drafter = custom or self._drafter(draft, params.temperature)
         stats = GenerationStats(drafter=drafter.name, prompt_tokens=n_prompt, note=note, block_complexity=draft.rows)
-        if draft.drafter == "esp":
+        if draft.drafter == "esp" or (draft.drafter == "auto" and draft.mask_init != "auto"):
             stats.masks, stats.mask_init = draft.masks, draft.mask_init
         return drafter, stats
 
@@ -356,13 +371,26 @@ class Session:
             self._drop_drafter()
             model = self.model
             made = make_drafter(draft, model.embeddings, model.tokenizer.encode, temperature, target=model)
+            if isinstance(made, FusedDrafter) and draft.remember:
+                made.recall(model.cache.get(_LEARNED))
             self._kept = draft, temperature, made
         return self._kept[2]
 
     def _drop_drafter(self) -> None:
         kept, self._kept = self._kept, None
-        if kept is not None and isinstance(kept[2], DraftModelDrafter):
+        if kept is None:
+            return
+        if isinstance(kept[2], DraftModelDrafter):
             kept[2].close()
+        elif isinstance(kept[2], FusedDrafter) and kept[0].remember:
+            self._remember(kept[2])
+
+    def _remember(self, drafter: FusedDrafter) -> None:
+        """Store what this session taught about the sources and the cost of passes."""
+        if drafter.n_learned >= _ENOUGH_PASSES:
+            self.model.cache.put(_LEARNED, drafter.learned())
+            if self._planner is not None and self._draft.cost == "measured":
+                save_curve(self.model, self._planner.curve)
 
 
 class _Clock:

@@ -191,7 +191,8 @@ void bind_step(nb::module_ &m) {
             },
             "row"_a)
         .def(
-            "top_k", [](const DecodeStep &self, const Ints &rows, std::int32_t k) { return top_k(self, rows, k, false); },
+            "top_k",
+            [](const DecodeStep &self, const Ints &rows, std::int32_t k) { return top_k(self, rows, k, false); },
             "rows"_a, "k"_a)
         .def(
             "top_k_sketch",

@@ -67,7 +67,8 @@ void observe(esp::FusedDrafter &self, const Ints &tokens, const Ints &parents, c
     }
     std::int32_t above = 0;
     for (std::size_t i = 0; i < path.shape(0); ++i) {
-        require(path(i) > 0 && path(i) < static_cast<std::int32_t>(n) && parents(static_cast<std::size_t>(path(i))) == above,
+        require(path(i) > 0 && path(i) < static_cast<std::int32_t>(n) &&
+                    parents(static_cast<std::size_t>(path(i))) == above,
                 "the path does not run through the tree");
         above = path(i);
     }
@@ -121,21 +122,30 @@ void bind_fused(nb::module_ &m) {
                 std::copy_n(weights.data(), weights.shape(0), self.model().weights().begin());
             },
             nb::for_getter(nb::rv_policy::move), "float32[n_weights], classes of features")
-        .def("set_learning", [](Drafter &self, float rate, bool calibrate) {
+        .def(
+            "set_learning",
+            [](Drafter &self, float rate, bool calibrate) {
                 self.model().set_rate(rate);
                 self.model().set_calibrate(calibrate);
-            }, "rate"_a, "calibrate"_a)
-        .def("set_sources", [](Drafter &self, bool suffix, bool adjacency, bool masks, bool last) {
+            },
+            "rate"_a, "calibrate"_a)
+        .def(
+            "set_sources",
+            [](Drafter &self, bool suffix, bool adjacency, bool masks, bool last) {
                 self.sources() = {suffix, adjacency, masks, last};
-            }, "suffix"_a, "adjacency"_a, "masks"_a, "last"_a)
+            },
+            "suffix"_a, "adjacency"_a, "masks"_a, "last"_a)
         .def("set_mask_gain", &Drafter::set_mask_gain, "gain"_a, "fixed"_a)
         .def_prop_ro("mask_gain", &Drafter::mask_gain)
-        .def("reliability", [](Drafter &self) {
+        .def(
+            "reliability",
+            [](Drafter &self) {
                 nb::list bands;
                 for (const auto &band : self.model().reliability()) {
                     bands.append(nb::make_tuple(band.predicted, band.hits, band.tries));
                 }
                 return bands;
-            }, "(sum of predictions, hits, tries) of ten bands of probability")
+            },
+            "(sum of predictions, hits, tries) of ten bands of probability")
         .def("reset_reliability", [](Drafter &self) { self.model().reset_reliability(); });
 }

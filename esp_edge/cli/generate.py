@@ -18,8 +18,10 @@ from esp_edge.cli.output import (
     Bar,
     Notices,
     both_terminals,
+    console,
     note,
     print_json,
+    stats_table,
     summary,
     write_text,
 )
@@ -58,6 +60,9 @@ def generate(
     stats: Annotated[
         bool | None, option("--stats/--no-stats", text="One line of statistics in the end. (default: on a terminal)")
     ] = None,
+    explain: Annotated[
+        bool, option("--explain", text="In the end, all statistics and why the drafter drafted as it did.")
+    ] = False,
 ) -> None:
     """Answer a prompt, or many with --jsonl."""
     _check_usage(prompt, file, jsonl, out)
@@ -78,6 +83,8 @@ def generate(
             notices = Notices()
             notices.show(session.model.template_warning)
         result = _run_one(session, text if raw else to_messages(text, system), params, as_json)
+        if explain:
+            console().print(stats_table(result.stats, session.explain(result.stats)))
         _finish(result, stats)
 
 
@@ -118,6 +125,8 @@ def _run_one(session: Session, prompt: Prompt, params: GenerationParams, as_json
     result = answer(session, prompt, params, None if as_json else write_text)
     if as_json and result.finish_reason is not None:
         document = result.document(f"gen-{uuid.uuid4().hex}", session, logprobs=params.logprobs is not None)
+        if session.explain(result.stats) is not None:
+            document["explanation"] = session.explain(result.stats)
         print_json(document)
     elif not as_json and not result.text.endswith("\n"):
         write_text("\n")

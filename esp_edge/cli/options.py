@@ -169,7 +169,7 @@ class DraftOptions:
         _spec(
             "--drafter",
             metavar="NAME",
-            text="esp, none (plain decoding), pld, lade, stand, recycling, suffix, racer or draft-model.",
+            text="auto, esp, none (plain decoding), pld, lade, stand, recycling, suffix, racer or draft-model.",
         ),
     ] = _DRAFT.drafter
     block_complexity: Annotated[
@@ -205,6 +205,9 @@ class DraftOptions:
     draft_seed: Annotated[
         int, _spec("--draft-seed", text="Of draws that only make drafts: --mask-init sample, lade and stand.")
     ] = _DRAFT.seed
+    sources: Annotated[
+        str, _spec("--sources", metavar="A+B", text="Drafter auto: suffix, adjacency, esp, last. (default: all)")
+    ] = _DRAFT.sources
     draft_model: Annotated[
         str | None,
         _spec("--draft-model", "-md", "--model-draft", text="Second, smaller model for --drafter draft-model."),
@@ -231,6 +234,8 @@ class DraftOptions:
             keep=self.keep,
             occurrence=self.occurrence,
             draft_model=self.draft_model,
+            sources=self.sources,
+            remember=True,
         )
 
 

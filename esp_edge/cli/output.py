@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -38,6 +38,7 @@ __all__ = [
     "write_text",
 ]
 
+MOST_SIZES = 6  # sizes of passes that a table lists
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for SIGINT and SIGPIPE
 
 
@@ -209,12 +210,16 @@ def summary(n_tokens: int, stats: GenerationStats) -> str:
     )
 
 
-def stats_table(stats: GenerationStats) -> Table:
-    """Statistics of an answer, acceptance by depth included."""
+def stats_table(stats: GenerationStats, explanation: Mapping[str, Any] | None = None) -> Table:
+    """Statistics of an answer, acceptance by depth and source included, and why the drafter drafted as it did.
+
+    Args:
+        explanation: of :meth:`esp_edge.session.Session.explain`.
+    """
     from rich.table import Table  # noqa: PLC0415 - rich is slow to import
 
     table = Table(title="last answer", show_header=False, title_justify="left")
-    for name, value in _stats_rows(stats):
+    for name, value in [*_stats_rows(stats), *(_explained(explanation) if explanation else [])]:
         table.add_row(name, value)
     return table
 
@@ -231,7 +236,11 @@ def _stats_rows(stats: GenerationStats) -> list[tuple[str, str]]:
     for depth, drafted in enumerate(stats.drafted_by_depth, start=1):
         accepted = stats.accepted_by_depth[depth - 1] if depth <= len(stats.accepted_by_depth) else 0
         rows.append((f"passes accepted to depth {depth}", _rate(accepted, drafted)))
+    for source, drafted in sorted(stats.drafted_by_source.items(), key=lambda item: -item[1]):
+        rows.append((f"drafts from {source}", _rate(stats.accepted_by_source.get(source, 0), drafted)))
+    sizes = sorted(stats.sizes.items(), key=lambda item: -item[1])[:MOST_SIZES]
     rows += [
+        ("passes by rows", ", ".join(f"{n} of {size}" for size, n in sizes)),
         ("host ms/pass", f"{stats.host_ms_per_pass:.3f}"),
         ("model ms/pass", f"{stats.model_ms_per_pass:.3f}"),
         ("prefill ms", f"{stats.prefill_ms:.1f}"),
@@ -241,6 +250,24 @@ def _stats_rows(stats: GenerationStats) -> list[tuple[str, str]]:
         rows.append(("seed", str(stats.seed)))
     if stats.note:
         rows.append(("note", one_line(stats.note)))
+    return rows
+
+
+def _explained(explanation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The rows of a table that say why."""
+    cost = explanation["cost"]
+    one = cost["1"]
+    bands = explanation["calibration"]
+    rows = [
+        ("ms of a pass by rows", ", ".join(f"{n}: {ms:.1f} ({ms / one:.2f}x)" for n, ms in cost.items())),
+        ("worth of a millisecond", f"{explanation['price']:.3f} tokens"),
+        ("plain decoding would take", f"{explanation['plain_ms']:.0f} ms, {explanation['saved_ms']:.0f} ms more"),
+        ("predicted / observed", ", ".join(f"{band['predicted']:.2f}/{band['observed']:.2f}" for band in bands)),
+    ]
+    if explanation["mask_gain"] is not None:
+        rows.append(("tokens that masks bring", f"{explanation['mask_gain']:.2f} a pass"))
+    if explanation["reason"]:
+        rows.append(("why so few drafts", one_line(explanation["reason"])))
     return rows
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib import resources
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,7 @@ SOURCES = ("", "suffix", "adjacency", "esp1", "esp2", "last")  # as the compiled
 ROW_WIDTH = 16  # best next tokens read of every node
 MASK_WIDTH = 48  # and of a mask
 LEARNING_RATE = 0.02
+_VERSION = 1  # of stored weights: raise it when a feature changes
 _NO_IDS: Int32Array = np.empty((0, 1), np.int32)
 _NO_LOGPROBS: FloatArray = np.empty((0, 1), np.float32)
 
@@ -42,13 +44,13 @@ class FusedDrafter:
 
     Attributes:
         core: the compiled drafter.
-        expected: int32[n], text that the next answers may repeat; read by ``begin``.
+        n_learned: passes that were observed.
     """
 
     name = "auto"
 
     def __init__(
-        self, config: DraftConfig, n_vocab: int, masks: MaskVectors | None, temperature: float = 0.0, seed: int = 0
+        self, config: DraftConfig, n_vocab: int, masks: MaskVectors | None, temperature: float = 0.0
     ) -> None:
         """``masks`` None: the model cannot be probed, or probing cannot pay here; the other sources remain."""
         self._rows = config.rows
@@ -58,7 +60,8 @@ class FusedDrafter:
         self._row_width = min(ROW_WIDTH, n_vocab)
         self._mask_width = min(MASK_WIDTH, n_vocab)
         self._root = 0
-        self.expected: Int32Array = np.empty(0, np.int32)
+        self.n_learned = 0
+        self._expected: Int32Array = np.empty(0, np.int32)
         self.core = native.FusedDrafter()
         self.core.weights = prior_weights()
         self.core.set_learning(LEARNING_RATE if config.learn else 0.0, config.learn)
@@ -66,6 +69,11 @@ class FusedDrafter:
         self.core.set_sources(*(name in wanted for name in FUSED_SOURCES))
         if "esp" not in wanted:
             self._k = 0
+        self.core.sampled(temperature, 0)
+
+    def expect(self, token_ids: Sequence[int], temperature: float, seed: int) -> None:
+        """What is known of the next answer: tokens that it may repeat, and how its tokens will be drawn."""
+        self._expected = np.array(token_ids, np.int32)
         self.core.sampled(temperature, seed)
 
     def begin(self, token_ids: Sequence[int]) -> None:
@@ -73,7 +81,7 @@ class FusedDrafter:
         if self._masks is not None:
             self._masks.begin(token_ids)
         self._root = int(token_ids[-1])
-        self.core.begin(np.array(token_ids, np.int32), self._keep, self.expected)
+        self.core.begin(np.array(token_ids, np.int32), self._keep, self._expected)
 
     def learn_prompt(self, token_ids: Int32Array, ids: Int32Array, logprobs: FloatArray) -> None:
         """Best next tokens of the prompt's rows, the last one left out: int32[n] and [n, width] each; after begin."""
@@ -108,3 +116,28 @@ class FusedDrafter:
         if self._masks is not None:
             self._masks.commit(verdict.token_ids)
         self._root = bonus
+        self.n_learned += 1
+
+    def explain(self) -> dict[str, Any]:
+        """How good the predictions have been since the drafter was made, and what masks bring; JSON-ready."""
+        bands = [
+            {"predicted": round(predicted / n, 4), "observed": round(hits / n, 4), "candidates": int(n)}
+            for predicted, hits, n in self.core.reliability()
+            if n
+        ]
+        return {"calibration": bands, "mask_gain": round(self.core.mask_gain, 3) if self._k else None}
+
+    def learned(self) -> dict[str, Any]:
+        """The weights now, JSON-ready, for :meth:`recall` in another process."""
+        return {"version": _VERSION, "weights": [round(float(weight), 5) for weight in self.core.weights]}
+
+    def recall(self, document: Any) -> None:
+        """Take up stored weights; what is none, or of another version, is left alone."""
+        if not isinstance(document, dict) or document.get("version") != _VERSION:
+            return
+        try:
+            weights = np.array(document.get("weights"), np.float32)
+        except (TypeError, ValueError):
+            return
+        if weights.shape == prior_weights().shape and np.isfinite(weights).all():
+            self.core.weights = weights

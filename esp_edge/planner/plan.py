@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from esp_edge.metrics import GenerationStats
 from esp_edge.planner.curve import CostCurve
 from esp_edge.tree import FloatArray
 
 __all__ = ["Planner"]
 
 _MEMORY = 0.97  # a pass counts this much less with every later one
+_LOOK_EVERY = 4  # passes whose time refines the curve; looking at every one would cost as much as drafting
 _FIRST_PASSES = 8.0  # passes that the starting price is worth
+_SHOWN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 60)
+_RARELY = 1.1  # rows a pass below which speculation is as good as off
 _NEAR_FREE = 2.0  # times T(1) that eight rows may cost for mask rows to have a chance
 
 
@@ -29,6 +35,7 @@ class Planner:
         self._refine = refine
         self._tokens = 0.0
         self._ms = 0.0
+        self._n_passes = 0
 
     @property
     def masks_may_pay(self) -> bool:
@@ -51,5 +58,26 @@ class Planner:
         """
         self._tokens = _MEMORY * self._tokens + tokens
         self._ms = _MEMORY * self._ms + self.curve.ms(rows, context)
-        if self._refine:
+        self._n_passes += 1
+        if self._refine and self._n_passes % _LOOK_EVERY == 0:
             self.curve.observe(rows, context, ms)
+
+    def explain(self, stats: GenerationStats, context: int) -> dict[str, Any]:
+        """What passes cost around ``context`` tokens, what that saved, and why little was drafted if so; JSON-ready."""
+        one = self.curve.ms(1, context)
+        plain_ms = one * stats.committed_tokens
+        return {
+            "cost": {str(rows): round(self.curve.ms(rows, context), 3) for rows in _SHOWN},
+            "price": round(self.price(context), 5),
+            "plain_ms": round(plain_ms, 1),
+            "saved_ms": round(plain_ms - stats.decode_ms, 1),
+            "reason": self._reason(stats, context),
+        }
+
+    def _reason(self, stats: GenerationStats, context: int) -> str | None:
+        if stats.note is not None:
+            return stats.note
+        if stats.passes and stats.rows_per_pass < _RARELY:
+            ratio = self.curve.ratio(2, context)
+            return f"a second row costs {ratio - 1:.2f} of a pass here, and few drafts were likely enough to be worth it"
+        return None

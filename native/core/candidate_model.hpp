@@ -24,14 +24,14 @@ struct Ranked {
 struct Evidence {
     const std::vector<Copy> *copies = nullptr;
     RowTable::Found rows;
-    Ranked mask;  // of the slot of this depth; n = 0 without one
-    Ranked last;  // of the row that chose the root; n = 0 below depth 1
-    std::int32_t depth = 1;      // of the children
-    std::int32_t mask_slot = 0;  // which mask it is, from 1
-    std::int32_t parent = -1;    // token of the node
-    float temperature = 0.0f;    // 0 = greedy
-    std::uint64_t seed = 0;      // of the keyed noise, when sampled
-    std::uint64_t position = 0;  // absolute position of the children, when sampled
+    Ranked mask;                // of the slot of this depth; n = 0 without one
+    Ranked last;                // of the row that chose the root; n = 0 below depth 1
+    std::int32_t depth = 1;     // of the children
+    std::int32_t mask_slot = 0; // which mask it is, from 1
+    std::int32_t parent = -1;   // token of the node
+    float temperature = 0.0f;   // 0 = greedy
+    std::uint64_t seed = 0;     // of the keyed noise, when sampled
+    std::uint64_t position = 0; // absolute position of the children, when sampled
 };
 
 struct Candidate {
@@ -42,9 +42,9 @@ struct Candidate {
 
 // A conditional logit over the candidates and "none of them": probability proportional to exp(w . features). The
 // features are the sources' log-probabilities and indicators of their rank, context and match length, so it is a
-// product of experts whose weights are learned; children of a node exclude each other, which the softmax respects. Every
-// reached node tells which candidate was right, also of candidates that were not in the tree: learning is free. The
-// last stage corrects each band of probability by what was observed in it (a Beta prior that says: as predicted).
+// product of experts whose weights are learned; children of a node exclude each other, which the softmax respects.
+// Every reached node tells which candidate was right, also of candidates that were not in the tree: learning is free.
+// The last stage corrects each band of probability by what was observed in it (a Beta prior that says: as predicted).
 class CandidateModel {
   public:
     enum Feature : std::size_t {

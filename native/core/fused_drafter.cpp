@@ -11,8 +11,8 @@ namespace {
 
 constexpr std::size_t tail_length = 32;
 constexpr std::size_t last_width = 16;
-constexpr double least_prob = 1e-4;          // of a path, below which nothing is kept for later
-constexpr std::size_t most_text = 1U << 17;  // tokens of a session after which its texts are forgotten
+constexpr double least_prob = 1e-4;         // of a path, below which nothing is kept for later
+constexpr std::size_t most_text = 1U << 17; // tokens of a session after which its texts are forgotten
 constexpr double gain_memory = 0.95;
 constexpr std::uint32_t gain_every = 8; // drafts between two estimates of what masks bring
 
@@ -182,7 +182,8 @@ PlannedTree FusedDrafter::draft(const PassBudget &budget) {
     }
 
     // Every prefix of nodes_ with the masks behind its likeliest anchors: take what is worth most.
-    const auto k = static_cast<std::int32_t>(std::min<std::size_t>(static_cast<std::size_t>(std::max(budget.masks, 0)), max_slots));
+    const auto k = static_cast<std::int32_t>(
+        std::min<std::size_t>(static_cast<std::size_t>(std::max(budget.masks, 0)), max_slots));
     const std::size_t n = nodes_.size();
     std::vector<double> ends(n, 0.0); // that a node is the deepest accepted one
     std::vector<std::int32_t> n_children(n, 0), by_end, best_masks(n, 0);

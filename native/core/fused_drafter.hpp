@@ -13,16 +13,16 @@ namespace esp {
 
 // What the next pass may use and what it costs.
 struct PassBudget {
-    std::int32_t rows = 1;      // nodes and masks, root included
-    std::int32_t depth = 0;     // deepest node
-    std::int32_t sequences = 1; // owners of masks and leaves without
-    std::int32_t masks = 0;     // mask rows behind an owner; 0 = no probing
+    std::int32_t rows = 1;       // nodes and masks, root included
+    std::int32_t depth = 0;      // deepest node
+    std::int32_t sequences = 1;  // owners of masks and leaves without
+    std::int32_t masks = 0;      // mask rows behind an owner; 0 = no probing
     const float *cost = nullptr; // [n_cost] milliseconds of a pass of 1, 2, ... rows
     std::size_t n_cost = 0;
     double price = 0.0; // tokens that a millisecond is worth
 
-    std::int32_t most_rows() const;                                // that are allowed and have a cost
-    double price_of(std::int32_t rows) const;                      // of a pass, in tokens
+    std::int32_t most_rows() const;           // that are allowed and have a cost
+    double price_of(std::int32_t rows) const; // of a pass, in tokens
 };
 
 struct PlannedTree {
@@ -46,7 +46,8 @@ class FusedDrafter {
     void begin(const std::int32_t *tokens, std::size_t n, bool keep, const std::int32_t *expected = nullptr,
                std::size_t n_expected = 0);
     // Best next tokens of the prompt's rows first..first+n-1, width per row; the prompt is the end of the text.
-    void learn_prompt(std::size_t first, const std::int32_t *ids, const float *logprobs, std::size_t n, std::size_t width);
+    void learn_prompt(std::size_t first, const std::int32_t *ids, const float *logprobs, std::size_t n,
+                      std::size_t width);
     void sampled(float temperature, std::uint64_t seed) {
         temperature_ = temperature;
         seed_ = seed;

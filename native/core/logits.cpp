@@ -7,23 +7,45 @@
 #include <utility>
 #include <vector>
 
+// The loops below are compiled for wider vectors as well, and the loader takes the widest the CPU has. Not under the
+// sanitizers, whose runtime is not ready when the loader asks.
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) &&                           \
+    !defined(__SANITIZE_ADDRESS__)
+#define ESP_WIDE __attribute__((target_clones("avx512f", "avx2", "default")))
+#define ESP_INLINE inline __attribute__((always_inline))
+#else
+#define ESP_WIDE
+#define ESP_INLINE inline
+#endif
+
 namespace esp {
 
 namespace {
 
 constexpr std::size_t block = 64; // compared against the running best at once, so that the loop vectorises
 
-float block_max(const float *x, std::size_t n) {
-    float best = -std::numeric_limits<float>::infinity();
-    for (std::size_t i = 0; i < n; ++i) {
-        best = x[i] > best ? x[i] : best;
+ESP_INLINE float block_max(const float *x, std::size_t n) {
+    constexpr std::size_t lanes = 16; // independent, so that they become vectors
+    float best[lanes];
+    std::fill_n(best, lanes, -std::numeric_limits<float>::infinity());
+    std::size_t i = 0;
+    for (; i + lanes <= n; i += lanes) {
+        for (std::size_t lane = 0; lane < lanes; ++lane) {
+            best[lane] = x[i + lane] > best[lane] ? x[i + lane] : best[lane];
+        }
     }
-    return best;
+    for (; i < n; ++i) {
+        best[0] = x[i] > best[0] ? x[i] : best[0];
+    }
+    for (std::size_t lane = 1; lane < lanes; ++lane) {
+        best[0] = best[lane] > best[0] ? best[lane] : best[0];
+    }
+    return best[0];
 }
 
 // exp(x) for x <= 0, relative error below 2e-7: two to the power of the rounded exponent, times a polynomial of what is
 // left. Plain arithmetic, so that compilers vectorise the loop below; std::exp costs ten times as much.
-inline float fast_exp(float x) {
+ESP_INLINE float fast_exp(float x) {
     constexpr float round = 12582912.0f; // 1.5 * 2^23: adding it rounds to an integer
     x = x > -87.0f ? x : -87.0f;         // NaN counts as nothing
     const float n = (x * 1.44269504f + round) - round;
@@ -42,7 +64,7 @@ inline float fast_exp(float x) {
 }
 
 // Sum of exp(x[i] - m) over one block, in independent lanes.
-float block_sum_exp(const float *x, float m) {
+ESP_INLINE float block_sum_exp(const float *x, float m) {
     constexpr std::size_t lanes = 16;
     float sums[lanes] = {};
     for (std::size_t i = 0; i < block; i += lanes) {
@@ -66,7 +88,7 @@ std::uint64_t mix(std::uint64_t x) { // the finaliser of splitmix64
 
 } // namespace
 
-std::int32_t argmax(const float *logits, std::size_t n) {
+ESP_WIDE std::int32_t argmax(const float *logits, std::size_t n) {
     float best = -std::numeric_limits<float>::infinity();
     std::size_t best_start = 0;
     for (std::size_t start = 0; start < n; start += block) {
@@ -84,7 +106,7 @@ std::int32_t argmax(const float *logits, std::size_t n) {
     return 0; // every entry is NaN or -inf
 }
 
-double log_sum_exp(const float *logits, std::size_t n) {
+ESP_WIDE double log_sum_exp(const float *logits, std::size_t n) {
     const float m = block_max(logits, n);
     if (!std::isfinite(m)) {
         return m;
@@ -100,7 +122,7 @@ double log_sum_exp(const float *logits, std::size_t n) {
     return static_cast<double>(m) + std::log(sum);
 }
 
-std::size_t top_k(const float *logits, std::size_t n, std::size_t k, std::int32_t *ids, float *values) {
+ESP_WIDE std::size_t top_k(const float *logits, std::size_t n, std::size_t k, std::int32_t *ids, float *values) {
     k = std::min(k, n);
     if (k == 0) {
         return 0;
@@ -138,7 +160,8 @@ std::size_t top_k(const float *logits, std::size_t n, std::size_t k, std::int32_
     return k;
 }
 
-std::size_t top_k_sketch(const float *logits, std::size_t n, std::size_t k, std::int32_t *ids, float *logprobs) {
+ESP_WIDE std::size_t top_k_sketch(const float *logits, std::size_t n, std::size_t k, std::int32_t *ids,
+                                  float *logprobs) {
     constexpr std::size_t every = 8, offset = 3;
     k = top_k(logits, n, k, ids, logprobs);
     if (k == 0 || !std::isfinite(logprobs[0])) {

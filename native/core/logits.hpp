@@ -15,8 +15,9 @@ double log_sum_exp(const float *logits, std::size_t n);
 // The k largest entries, largest first, ties by lower index. Writes min(k, n) ids and values; returns that number.
 std::size_t top_k(const float *logits, std::size_t n, std::size_t k, std::int32_t *ids, float *values);
 
-// The k largest entries as log-probabilities, where the mass of all others is estimated from every eighth block of them:
-// a fifth of the time of top_k and log_sum_exp together, and closer than what drafts are made of. Returns min(k, n).
+// The k largest entries as log-probabilities, where the mass of all others is estimated from every eighth block of
+// them: a fifth of the time of top_k and log_sum_exp together, and closer than what drafts are made of. Returns min(k,
+// n).
 std::size_t top_k_sketch(const float *logits, std::size_t n, std::size_t k, std::int32_t *ids, float *logprobs);
 
 // Standard Gumbel noise that depends on nothing but (seed, position, token): argmax(logit / T + gumbel) is an exact

@@ -62,7 +62,8 @@ void NgramIndex::copies(const std::int32_t *tail, std::size_t n, std::vector<Cop
         const std::size_t first = out.size(); // copies found with a longer n-gram are settled
         std::int32_t seen = 0;
         std::int32_t end = found->second;
-        for (std::int32_t step = 0; step < max_chain && end > 0; ++step, end = earlier_[i][static_cast<std::size_t>(end)]) {
+        for (std::int32_t step = 0; step < max_chain && end > 0;
+             ++step, end = earlier_[i][static_cast<std::size_t>(end)]) {
             if (end >= size || text_[static_cast<std::size_t>(end)] < 0) {
                 continue; // the end of the text itself: nothing followed yet
             }

@@ -31,8 +31,8 @@ class RowTable {
     void learn(const std::int32_t *tail, std::size_t n, const Row &row);
 
     struct Found {
-        const Row *row = nullptr;   // of the longest known context
-        std::size_t context = 0;    // its tokens, 0 = nothing known
+        const Row *row = nullptr;     // of the longest known context
+        std::size_t context = 0;      // its tokens, 0 = nothing known
         const Row *shorter = nullptr; // of the last token alone, where that is another row
     };
     Found find(const std::int32_t *tail, std::size_t n) const;

@@ -31,7 +31,8 @@ esp::NgramIndex indexed(const Ints &text) {
 std::int32_t match(const Ints &text, const Ints &tail, std::size_t end) {
     std::int32_t length = 0;
     while (length < esp::NgramIndex::max_match && static_cast<std::size_t>(length) < std::min(end, tail.size()) &&
-           text[end - 1 - static_cast<std::size_t>(length)] == tail[tail.size() - 1 - static_cast<std::size_t>(length)]) {
+           text[end - 1 - static_cast<std::size_t>(length)] ==
+               tail[tail.size() - 1 - static_cast<std::size_t>(length)]) {
         ++length;
     }
     return length;
