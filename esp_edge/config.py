@@ -121,6 +121,8 @@ class DraftConfig:
         sources: draft sources of ``auto``, joined by ``+``: suffix, adjacency, esp, last; "" = all.
         learn: whether ``auto`` goes on learning from every pass.
         cost: what ``auto`` takes a pass to cost: as ``measured`` here, or ``flat``, as if rows were free.
+        dense: ablation of ``auto``: masks behind every node, as in the paper, instead of behind the likely ends.
+        apart: ablation of ``auto``: a candidate counts with its best source alone, so none re-ranks another.
         remember: keep on disk, per model file, what ``auto`` learned about its sources.
     """
 
@@ -139,6 +141,8 @@ class DraftConfig:
     sources: str = ""
     learn: bool = True
     cost: str = "measured"
+    dense: bool = False
+    apart: bool = False
     remember: bool = False
 
     def __post_init__(self) -> None:

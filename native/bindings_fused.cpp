@@ -37,7 +37,7 @@ bool same_shape(const IntRows &ids, const FloatRows &logprobs) {
 }
 
 auto draft(esp::FusedDrafter &self, std::int32_t rows, std::int32_t depth, std::int32_t sequences, std::int32_t masks,
-           const Floats &cost, double price) {
+           const Floats &cost, double price, bool dense) {
     require(rows >= 1 && depth >= 0 && sequences >= 1 && masks >= 0, "a pass has at least a root and one sequence");
     esp::PassBudget budget;
     budget.rows = rows;
@@ -47,6 +47,7 @@ auto draft(esp::FusedDrafter &self, std::int32_t rows, std::int32_t depth, std::
     budget.cost = cost.data();
     budget.n_cost = cost.shape(0);
     budget.price = price;
+    budget.dense = dense;
     esp::PlannedTree tree;
     {
         nb::gil_scoped_release release;
@@ -111,7 +112,7 @@ void bind_fused(nb::module_ &m) {
             },
             "first"_a, "ids"_a, "logprobs"_a)
         .def("sampled", &Drafter::sampled, "temperature"_a, "seed"_a)
-        .def("draft", &draft, "rows"_a, "depth"_a, "sequences"_a, "masks"_a, "cost"_a, "price"_a,
+        .def("draft", &draft, "rows"_a, "depth"_a, "sequences"_a, "masks"_a, "cost"_a, "price"_a, "dense"_a = false,
              "(token_ids, parents, probs, masks, sources, expected tokens)")
         .def("observe", &observe, "tokens"_a, "parents"_a, "path"_a, "bonus"_a, "ids"_a, "logprobs"_a, "mask_ids"_a,
              "mask_logprobs"_a)
@@ -135,6 +136,9 @@ void bind_fused(nb::module_ &m) {
                 self.sources() = {suffix, adjacency, masks, last};
             },
             "suffix"_a, "adjacency"_a, "masks"_a, "last"_a)
+        .def(
+            "set_apart", [](Drafter &self, bool on) { self.model().set_apart(on); }, "on"_a,
+            "Each candidate by its best source alone.")
         .def("set_mask_gain", &Drafter::set_mask_gain, "gain"_a, "fixed"_a)
         .def_prop_ro("mask_gain", &Drafter::mask_gain)
         .def(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from cli_fakes import Program, make_program, one_error
 
-from esp_edge.bench.ablate import Ask, ablation_text, find_ablations, make_runs, verdict
-from esp_edge.bench.paper import ABLATIONS, Ablation
+from esp_edge.bench.ablate import TABLES, Ask, ablation_text, find_ablations, make_runs, verdict
+from esp_edge.bench.paper import Ablation
 from esp_edge.bench.spec import Lane
 from esp_edge.errors import ConfigError
 
@@ -28,6 +28,7 @@ BLOCKS = {
     "temperature": [60] * 4,
     "bc120": [60, 120],
     "bc": [10, 30, 60, 60],
+    "auto": [30] * 10 + [60, 4, 10, 4, 10],
 }
 
 
@@ -39,7 +40,7 @@ def program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 # -- the tables ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("table", ABLATIONS.values(), ids=lambda table: table.key)
+@pytest.mark.parametrize("table", TABLES.values(), ids=lambda table: table.key)
 def test_every_table_has_the_papers_block_complexities(table: Ablation) -> None:
     lanes = [PAPER.lane(entry) for entry in table.entries]
     assert [lane.block_complexity for lane in lanes] == BLOCKS[table.key]
@@ -48,7 +49,7 @@ def test_every_table_has_the_papers_block_complexities(table: Ablation) -> None:
             assert lane.draft.masks == len(lane.draft.tree)
 
 
-@pytest.mark.parametrize("table", ABLATIONS.values(), ids=lambda table: table.key)
+@pytest.mark.parametrize("table", TABLES.values(), ids=lambda table: table.key)
 def test_every_pair_names_two_entries_of_its_table(table: Ablation) -> None:
     names = [entry.name for entry in table.entries]
     assert len(set(names)) == len(names)
@@ -60,7 +61,7 @@ def test_every_pair_names_two_entries_of_its_table(table: Ablation) -> None:
 
 def test_masks_are_the_papers_unless_told_otherwise() -> None:
     def inits(table: str, ask: Ask) -> list[str]:
-        lanes = [ask.lane(entry) for entry in ABLATIONS[table].entries]
+        lanes = [ask.lane(entry) for entry in TABLES[table].entries]
         return [lane.draft.mask_init for lane in lanes if lane.draft.drafter == "esp"]
 
     assert set(inits("table2", PAPER)) == {"prompt-mean"}
@@ -74,7 +75,7 @@ def test_masks_are_the_papers_unless_told_otherwise() -> None:
 
 def test_settings_that_are_compared_differ_only_in_what_the_table_is_about() -> None:
     def drafts(table: str, name: str) -> list[Any]:
-        return [getattr(PAPER.lane(entry).draft, name) for entry in ABLATIONS[table].entries]
+        return [getattr(PAPER.lane(entry).draft, name) for entry in TABLES[table].entries]
 
     assert drafts("table2", "tree")[:2] == [None, (15, 4)]
     assert drafts("table3", "masks") == [1, 2, 3]
@@ -87,7 +88,7 @@ def test_settings_that_are_compared_differ_only_in_what_the_table_is_about() -> 
 
 def test_tables_by_name() -> None:
     assert [table.key for table in find_ablations(["bc", "table3", "bc"])] == ["bc", "table3"]
-    assert find_ablations(["table3", "all"]) == list(ABLATIONS.values())
+    assert find_ablations(["table3", "all"]) == list(TABLES.values())
     with pytest.raises(ConfigError, match="'table9' was given"):
         find_ablations(["table9"])
     with pytest.raises(ConfigError, match="a table is needed"):
@@ -146,7 +147,7 @@ def test_the_papers_own_findings() -> None:
     """One mask is best, the dynamic tree equals [15,4], the mean is the best mask, the efficient code is faster."""
 
     def ratios(table: str, left: str, right: str, metric: str = "tau") -> list[float | None]:
-        entries = [ABLATIONS[table].entry(name) for name in (left, right)]
+        entries = [TABLES[table].entry(name) for name in (left, right)]
         values = [[getattr(figure, metric) for figure in entry.figures] for entry in entries]
         return [a / b if a and b else None for a, b in zip(*values, strict=True)]
 
@@ -161,7 +162,7 @@ def test_the_papers_own_findings() -> None:
 
 def test_the_papers_models_agree_with_each_other() -> None:
     """The mean of two models that go different ways would be no direction."""
-    for table in ABLATIONS.values():
+    for table in TABLES.values():
         for pair in table.pairs:
             entries = [table.entry(name) for name in (pair.left, pair.right)]
             both = zip(*(entry.figures for entry in entries), strict=True)
@@ -274,4 +275,4 @@ def test_help_lists_every_table(program: Program) -> None:
     code, out, _ = program("bench", "ablate", "-h")
     assert code == 0
     words = out.replace(",", " ").replace(".", " ").split()
-    assert set(ABLATIONS) | {"all"} <= set(words)
+    assert set(TABLES) | {"all"} <= set(words)

@@ -48,7 +48,8 @@ def test_the_price_is_the_speed_reached_so_far() -> None:
 
 def test_costs_count_from_one_row() -> None:
     costs = Planner(STEEP).cost(5, 100)
-    assert costs.shape == (5,) and costs.dtype == np.float32
+    assert costs.shape == (5,)
+    assert costs.dtype == np.float32
     assert costs.tolist() == pytest.approx([1, 2, 3, 4, 5])
     assert not Planner(STEEP).masks_may_pay
     assert Planner(CostCurve.flat()).masks_may_pay
@@ -99,7 +100,8 @@ def test_explain_is_a_document(model: Model) -> None:
         stats = collect(session, PROMPT, GREEDY).chunks[-1].stats
         explained = session.explain(stats)
         assert json.loads(json.dumps(explained)) == explained
-        assert explained is not None and explained["reason"] is None
+        assert explained is not None
+        assert explained["reason"] is None
         assert explained["plain_ms"] == pytest.approx(stats.committed_tokens)
         assert all(0 <= band["predicted"] <= 1 for band in explained["calibration"])
         session.draft = DraftConfig("pld")
@@ -149,16 +151,19 @@ def test_what_was_learned_survives_the_session(model: Model) -> None:
     remembered = replace(FLAT, remember=True)
     with Session(model, remembered) as session:
         collect(session, PROMPT, replace(GREEDY, max_tokens=150))
-        assert session._kept is not None and isinstance(session._kept[2], FusedDrafter)
+        assert session._kept is not None
+        assert isinstance(session._kept[2], FusedDrafter)
         weights = session._kept[2].core.weights
     assert not np.array_equal(weights, prior_weights())
     with Session(model, remembered) as session:
         session._start(GREEDY, 1)
-        assert session._kept is not None and isinstance(session._kept[2], FusedDrafter)
+        assert session._kept is not None
+        assert isinstance(session._kept[2], FusedDrafter)
         assert np.allclose(session._kept[2].core.weights, weights, atol=1e-4)
     with Session(model, FLAT) as session:
         session._start(GREEDY, 1)
-        assert session._kept is not None and isinstance(session._kept[2], FusedDrafter)
+        assert session._kept is not None
+        assert isinstance(session._kept[2], FusedDrafter)
         assert np.array_equal(session._kept[2].core.weights, prior_weights())
 
 

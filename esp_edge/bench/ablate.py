@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from esp_edge.bench.ingredients import INGREDIENTS
 from esp_edge.bench.paper import ABLATIONS, PAPER_MODELS, Ablation, Entry, Figure, Pair
 from esp_edge.bench.plots import COLOURS, DPI, FORMATS
 from esp_edge.bench.report import markdown_table
@@ -27,6 +28,7 @@ from esp_edge.errors import ConfigError
 
 __all__ = [
     "CAVEAT",
+    "TABLES",
     "Ask",
     "Measured",
     "ablate",
@@ -38,6 +40,7 @@ __all__ = [
     "write_ablation",
 ]
 
+TABLES = {**ABLATIONS, INGREDIENTS.key: INGREDIENTS}  # the paper's, and our own
 ALL_TABLES = "all"
 DEFAULT_MASK_INIT = "prompt-mean"  # the paper's
 TILED_ROWS = 64  # llama.cpp's CPU backend
@@ -102,14 +105,14 @@ def find_ablations(names: Sequence[str]) -> list[Ablation]:
     Raises:
         ConfigError: an unknown name, or none.
     """
-    known = f"{', '.join(ABLATIONS)} or {ALL_TABLES}"
+    known = f"{', '.join(TABLES)} or {ALL_TABLES}"
     if not names:
         raise ConfigError(f"a table is needed: {known}")
-    unknown = [name for name in names if name not in ABLATIONS and name != ALL_TABLES]
+    unknown = [name for name in names if name not in TABLES and name != ALL_TABLES]
     if unknown:
         raise ConfigError(f"a table must be one of {known}, but {unknown[0]!r} was given")
-    chosen = ABLATIONS if ALL_TABLES in names else dict.fromkeys(names)
-    return [ABLATIONS[name] for name in chosen]
+    chosen = TABLES if ALL_TABLES in names else dict.fromkeys(names)
+    return [TABLES[name] for name in chosen]
 
 
 def make_runs(ablations: Sequence[Ablation], ask: Ask) -> dict[RunKey, list[Lane]]:
@@ -180,7 +183,7 @@ def ablate(
     """
     prepare_models(plan)  # a run in the default mode may come before an exact one
     runs = make_runs(ablations, ask)
-    base = ALL_TABLES if len(ablations) == len(ABLATIONS) else "+".join(ablation.key for ablation in ablations)
+    base = ALL_TABLES if len(ablations) == len(TABLES) else "+".join(ablation.key for ablation in ablations)
     measured = {}
     for key, lanes in runs.items():
         folder = out / _folder(base, key, ask)

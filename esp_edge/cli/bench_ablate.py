@@ -17,7 +17,7 @@ from esp_edge.config import GenerationParams
 __all__ = ["ablate"]
 
 _bench = functools.partial(option, panel="Benchmark")
-NAMES = "table1, table2, table3, table4, table5, lambda, pruning, temperature, bc120, bc or all"
+NAMES = "table1, table2, table3, table4, table5, lambda, pruning, temperature, bc120, bc, auto or all"
 
 
 def ablate(

@@ -2,7 +2,7 @@
 
 Sources: copying (what followed earlier occurrences of the end of the text), adjacency (the model's own best next
 tokens the last times these tokens were a row), the ranks of the row that chose the root, and ESP masks, placed only
-behind the likely anchors. The work is done by the compiled ``FusedDrafter``; design.md section 5, algorithms C.5 to C.7.
+behind the likely anchors. The compiled ``FusedDrafter`` does the work; docs/how-it-works.md tells how.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ class FusedDrafter:
 
     name = "auto"
 
-    def __init__(
-        self, config: DraftConfig, n_vocab: int, masks: MaskVectors | None, temperature: float = 0.0
-    ) -> None:
+    def __init__(self, config: DraftConfig, n_vocab: int, masks: MaskVectors | None, temperature: float = 0.0) -> None:
         """``masks`` None: the model cannot be probed, or probing cannot pay here; the other sources remain."""
         self._rows = config.rows
         self._keep = config.keep
@@ -69,6 +67,8 @@ class FusedDrafter:
         self.core.set_sources(*(name in wanted for name in FUSED_SOURCES))
         if "esp" not in wanted:
             self._k = 0
+        self.core.set_apart(config.apart)
+        self._dense = config.dense
         self.core.sampled(temperature, 0)
 
     def expect(self, token_ids: Sequence[int], temperature: float, seed: int) -> None:
@@ -99,7 +99,7 @@ class FusedDrafter:
         """The tree and the masks that are worth most at the price of their rows."""
         rows = min(self._rows, budget.rows)
         ids, parents, probs, masks, sources, _ = self.core.draft(
-            rows, budget.depth, budget.sequences, self._k, budget.cost, budget.price
+            rows, budget.depth, budget.sequences, self._k, budget.cost, budget.price, self._dense
         )
         vectors = self._masks.for_tree(ids, parents, masks) if self._masks is not None and masks.any() else None
         names = tuple(SOURCES[source] for source in sources.tolist())

@@ -79,5 +79,7 @@ class Planner:
             return stats.note
         if stats.passes and stats.rows_per_pass < _RARELY:
             ratio = self.curve.ratio(2, context)
-            return f"a second row costs {ratio - 1:.2f} of a pass here, and few drafts were likely enough to be worth it"
+            return (
+                f"a second row costs {ratio - 1:.2f} of a pass here, and few drafts were likely enough to be worth it"
+            )
         return None

@@ -32,10 +32,38 @@ std::size_t copy_bin(const Copy &copy, bool first) {
     return kind * 8 + length_bin(copy.length);
 }
 
-std::size_t band_of(float prob) {
+// 0 suffix, 1 adjacency, 2 mask, 3 last, 4 none of them in particular.
+std::size_t source_of(std::size_t feature) {
+    using Model = CandidateModel;
+    if (feature >= Model::copy) {
+        return 0;
+    }
+    if (feature >= Model::last_logprob) {
+        return 3;
+    }
+    if (feature >= Model::mask_logprob) {
+        return 2;
+    }
+    return feature >= Model::row_logprob ? 1 : 4;
+}
+
+bool says_present(std::size_t feature) {
+    using Model = CandidateModel;
+    return feature >= Model::copy || (feature >= Model::row_present && feature < Model::row_top) ||
+           feature == Model::shorter_present || feature == Model::mask_present || feature == Model::last_present;
+}
+
+// Where a probability lies between two bands: it counts in both, so that a correction fades in and out.
+struct Place {
+    std::size_t band;
+    float share; // of the band above
+};
+
+Place place_of(float prob) {
     const float logit = std::log(prob / (1.0f - prob));
-    const auto band = static_cast<int>(std::floor((logit + 6.0f) * 1.6f));
-    return static_cast<std::size_t>(std::clamp(band, 0, static_cast<int>(CandidateModel::n_bands) - 1));
+    const float at = std::clamp((logit + 6.0f) * 1.6f, 0.0f, static_cast<float>(CandidateModel::n_bands) - 1.001f);
+    const auto band = static_cast<std::size_t>(at);
+    return {band, at - static_cast<float>(band)};
 }
 
 } // namespace
@@ -154,25 +182,31 @@ void CandidateModel::score(const Evidence &evidence) {
     const float *w = weights_.data() + class_of(evidence) * n_features;
     float most = 0.0f; // score of "none of them"
     for (Item &it : items_) {
-        it.score = 0.0f;
-        float by_source[4] = {-1e30f, -1e30f, -1e30f, -1e30f}; // suffix, adjacency, mask, last
+        std::array<float, 4> part = {}; // suffix, adjacency, mask, last
+        std::array<bool, 4> present = {};
+        float common = 0.0f;
         for (std::int32_t i = 0; i < it.n; ++i) {
             const std::size_t f = it.index[static_cast<std::size_t>(i)];
             const float x = w[f] * it.value[static_cast<std::size_t>(i)];
-            it.score += x;
-            const bool present = (f >= row_present && f < row_top) || f == shorter_present;
-            if (f >= copy) {
-                by_source[0] = x;
-            } else if (present) {
-                by_source[1] = 0.0f;
-            } else if (f == mask_present) {
-                by_source[2] = -0.5f;
-            } else if (f == last_present) {
-                by_source[3] = -1.0f;
+            const std::size_t source = source_of(f);
+            if (source == part.size()) {
+                common += x;
+            } else {
+                part[source] += x;
+                present[source] = present[source] || says_present(f);
             }
         }
-        const auto best = static_cast<std::size_t>(std::max_element(by_source, by_source + 4) - by_source);
-        static constexpr Source names[] = {Source::suffix, Source::adjacency, Source::esp1, Source::last};
+        std::size_t best = part.size();
+        for (std::size_t source = 0; source < part.size(); ++source) {
+            if (present[source] && (best == part.size() || part[source] > part[best])) {
+                best = source;
+            }
+        }
+        it.score = common;
+        for (std::size_t source = 0; source < part.size(); ++source) {
+            it.score += !apart_ || source == best ? part[source] : 0.0f;
+        }
+        static constexpr Source names[] = {Source::suffix, Source::adjacency, Source::esp1, Source::last, Source::none};
         it.source = best == 2 && evidence.mask_slot == 2 ? Source::esp2 : names[best];
         most = std::max(most, it.score);
     }
@@ -195,8 +229,11 @@ void CandidateModel::rate(const Evidence &evidence, std::vector<Candidate> &out)
     for (const Item &it : items_) {
         float prob = it.prob;
         if (calibrate_) {
-            const Bin &bin = bins_[c * n_bands + band_of(prob)];
-            prob *= (bin.hits + band_prior * prob) / (bin.predicted + band_prior * prob);
+            const Place at = place_of(prob);
+            const Bin *bin = bins_.data() + c * n_bands + at.band;
+            const float hits = (1.0f - at.share) * bin[0].hits + at.share * bin[1].hits;
+            const float predicted = (1.0f - at.share) * bin[0].predicted + at.share * bin[1].predicted;
+            prob *= (hits + band_prior * prob) / (predicted + band_prior * prob);
         }
         mass += prob;
         out.push_back({it.token, prob, it.source});
@@ -227,9 +264,14 @@ void CandidateModel::learn(const Evidence &evidence, std::int32_t choice) {
     std::fill(gradient_.begin(), gradient_.end(), 0.0f);
     for (const Item &it : items_) {
         const float hit = it.token == choice ? 1.0f : 0.0f;
-        Bin &bin = bins_[c * n_bands + band_of(it.prob)];
-        bin.predicted = bin.predicted * band_memory + it.prob;
-        bin.hits = bin.hits * band_memory + hit;
+        const Place place = place_of(it.prob);
+        Bin *bin = bins_.data() + c * n_bands + place.band;
+        for (const float share : {1.0f - place.share, place.share}) {
+            const float keep = 1.0f - share * (1.0f - band_memory);
+            bin->predicted = bin->predicted * keep + share * it.prob;
+            bin->hits = bin->hits * keep + share * hit;
+            ++bin;
+        }
         for (std::int32_t i = 0; i < it.n; ++i) {
             const auto at = static_cast<std::size_t>(i);
             gradient_[it.index[at]] += (hit - it.prob) * it.value[at];

@@ -84,6 +84,8 @@ class CandidateModel {
     std::vector<float> &weights() { return weights_; }
     void set_rate(float rate) { rate_ = rate; }
     void set_calibrate(bool on) { calibrate_ = on; }
+    // Ablation: a candidate counts with its best source alone, so that sources do not re-rank each other.
+    void set_apart(bool on) { apart_ = on; }
     // What was predicted and what was observed in ten bands of probability, since the last reset.
     struct Band {
         double predicted = 0.0, hits = 0.0, tries = 0.0;
@@ -123,6 +125,7 @@ class CandidateModel {
     std::array<Band, 10> reliability_{};
     float rate_ = 0.02f;
     bool calibrate_ = true;
+    bool apart_ = false;
 };
 
 } // namespace esp

@@ -24,6 +24,16 @@ struct Open { // a candidate that is not a node yet
     bool operator<(const Open &other) const { return prob < other.prob; }
 };
 
+// Indices by falling value; ties keep their order.
+std::vector<std::int32_t> likeliest(const std::vector<double> &values) {
+    std::vector<std::int32_t> order(values.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](std::int32_t a, std::int32_t b) {
+        return values[static_cast<std::size_t>(a)] > values[static_cast<std::size_t>(b)];
+    });
+    return order;
+}
+
 } // namespace
 
 void FusedDrafter::begin(const std::int32_t *tokens, std::size_t n, bool keep, const std::int32_t *expected,
@@ -103,6 +113,10 @@ void FusedDrafter::gather(const std::int32_t *tail, std::size_t n, std::int32_t 
     e.position = static_cast<std::uint64_t>(position_ + depth);
 }
 
+std::int32_t PassBudget::slots() const {
+    return std::clamp(masks, 0, static_cast<std::int32_t>(FusedDrafter::max_slots));
+}
+
 std::int32_t PassBudget::most_rows() const {
     return n_cost > 0 ? std::min(rows, static_cast<std::int32_t>(n_cost)) : rows;
 }
@@ -165,35 +179,63 @@ void FusedDrafter::grow(const PassBudget &budget, bool probed) {
     }
 }
 
-PlannedTree FusedDrafter::draft(const PassBudget &budget) {
-    const std::int32_t most_rows = budget.most_rows();
-    const bool probed = sources_.esp && !mask_ids_[0].empty();
-    const bool probing = sources_.esp && budget.masks > 0;
-    ++n_drafts_;
-    if (probed && !fixed_gain_ && n_drafts_ % gain_every == 0) {
-        const auto sum = [](double total, const Node &node) { return total + static_cast<double>(node.prob); };
-        grow(budget, false);
-        const double without = std::accumulate(nodes_.begin(), nodes_.end(), 0.0, sum);
-        grow(budget, true);
-        const double with = std::accumulate(nodes_.begin(), nodes_.end(), 0.0, sum);
-        mask_gain_ = gain_memory * mask_gain_ + (1.0 - gain_memory) * std::max(0.0, with - without);
-    } else {
-        grow(budget, true);
-    }
+// What masks bring: the tokens that are expected with what they said less those without it, averaged.
+void FusedDrafter::update_mask_gain(const PassBudget &budget) {
+    const auto expected = [this, &budget](bool probed) {
+        grow(budget, probed);
+        return std::accumulate(nodes_.begin(), nodes_.end(), 0.0,
+                               [](double sum, const Node &node) { return sum + static_cast<double>(node.prob); });
+    };
+    const double gain = expected(true) - expected(false);
+    mask_gain_ = gain_memory * mask_gain_ + (1.0 - gain_memory) * std::max(0.0, gain);
+}
 
-    // Every prefix of nodes_ with the masks behind its likeliest anchors: take what is worth most.
-    const auto k = static_cast<std::int32_t>(
-        std::min<std::size_t>(static_cast<std::size_t>(std::max(budget.masks, 0)), max_slots));
-    const std::size_t n = nodes_.size();
-    std::vector<double> ends(n, 0.0); // that a node is the deepest accepted one
-    std::vector<std::int32_t> n_children(n, 0), by_end, best_masks(n, 0);
-    double best_value = -1e300, total = 0.0;
-    std::size_t best_nodes = 1;
-    std::int32_t best_owners = 0, leaves = 0;
-    for (std::size_t m = 1; m <= n; ++m) {
-        const Node &added = nodes_[m - 1];
+PlannedTree FusedDrafter::draft(const PassBudget &budget) {
+    const bool probed = sources_.esp && !mask_ids_[0].empty();
+    if (probed && !fixed_gain_ && ++n_drafts_ % gain_every == 0) {
+        update_mask_gain(budget);
+    }
+    grow(budget, true);
+    const Choice best = choose(budget);
+    std::vector<std::int32_t> masks(best.nodes, 0);
+    if (best.owners > 0) {
+        const std::vector<std::int32_t> owners = likeliest(ends_of(best.nodes));
+        for (std::int32_t i = 0; i < best.owners; ++i) {
+            masks[static_cast<std::size_t>(owners[static_cast<std::size_t>(i)])] = budget.slots();
+        }
+    }
+    PlannedTree tree;
+    order(masks, best.nodes, tree);
+    tree.expected = 0.0;
+    for (std::size_t i = 0; i < best.nodes; ++i) {
+        tree.expected += static_cast<double>(nodes_[i].prob);
+    }
+    return tree;
+}
+
+// For each of the first n nodes, that it is the deepest accepted one.
+std::vector<double> FusedDrafter::ends_of(std::size_t n) const {
+    std::vector<double> ends(n, 0.0);
+    for (std::size_t i = 0; i < n; ++i) {
+        ends[i] += static_cast<double>(nodes_[i].prob);
+        if (nodes_[i].parent >= 0) {
+            ends[static_cast<std::size_t>(nodes_[i].parent)] -= static_cast<double>(nodes_[i].prob);
+        }
+    }
+    return ends;
+}
+
+// Every prefix of nodes_, with masks behind its likeliest ends: the one that is worth most.
+FusedDrafter::Choice FusedDrafter::choose(const PassBudget &budget) const {
+    Choice best;
+    std::vector<double> ends;
+    std::vector<std::int32_t> n_children(nodes_.size(), 0);
+    double total = 0.0;
+    std::int32_t leaves = 0;
+    for (std::size_t n = 1; n <= nodes_.size(); ++n) {
+        const Node &added = nodes_[n - 1];
         total += static_cast<double>(added.prob);
-        ends[m - 1] = static_cast<double>(added.prob);
+        ends.push_back(static_cast<double>(added.prob));
         ++leaves;
         if (added.parent >= 0) {
             const auto parent = static_cast<std::size_t>(added.parent);
@@ -203,64 +245,35 @@ PlannedTree FusedDrafter::draft(const PassBudget &budget) {
         if (leaves > budget.sequences) {
             break;
         }
-        std::int32_t owners = 0;
-        double gain = 0.0;
-        if (probing && k > 0) {
-            by_end.resize(m);
-            std::iota(by_end.begin(), by_end.end(), 0);
-            std::sort(by_end.begin(), by_end.end(), [&](std::int32_t a, std::int32_t b) {
-                const double x = ends[static_cast<std::size_t>(a)], y = ends[static_cast<std::size_t>(b)];
-                return x > y || (x == y && a < b);
-            });
-        }
-        for (;;) {
-            const std::int32_t rows = static_cast<std::int32_t>(m) + k * owners;
-            if (rows > most_rows || leaves + owners > budget.sequences) {
-                break;
-            }
-            const double value = total + gain - budget.price_of(rows);
-            if (value > best_value + 1e-12) {
-                best_value = value;
-                best_nodes = m;
-                best_owners = owners;
-            }
-            if (!probing || k == 0 || owners == static_cast<std::int32_t>(m)) {
-                break;
-            }
-            const auto owner = static_cast<std::size_t>(by_end[static_cast<std::size_t>(owners)]);
-            if (nodes_[owner].depth + k > budget.depth) {
-                break;
-            }
-            gain += mask_gain_ * std::max(ends[owner], 0.0);
-            ++owners;
-        }
+        choose_owners(budget, n, leaves, total, ends, best);
     }
-    std::vector<std::int32_t> masks(best_nodes, 0);
-    if (best_owners > 0) {
-        std::fill(ends.begin(), ends.end(), 0.0);
-        for (std::size_t i = 0; i < best_nodes; ++i) {
-            ends[i] += static_cast<double>(nodes_[i].prob);
-            if (nodes_[i].parent >= 0) {
-                ends[static_cast<std::size_t>(nodes_[i].parent)] -= static_cast<double>(nodes_[i].prob);
-            }
+    return best;
+}
+
+void FusedDrafter::choose_owners(const PassBudget &budget, std::size_t n, std::int32_t leaves, double total,
+                                 const std::vector<double> &ends, Choice &best) const {
+    const std::int32_t k = sources_.esp ? budget.slots() : 0;
+    const std::vector<std::int32_t> order = k > 0 ? likeliest(ends) : std::vector<std::int32_t>();
+    double gain = 0.0;
+    for (std::int32_t owners = 0;; ++owners) {
+        const std::int32_t rows = static_cast<std::int32_t>(n) + k * owners;
+        if (rows > budget.most_rows() || leaves + owners > budget.sequences) {
+            return;
         }
-        by_end.resize(best_nodes);
-        std::iota(by_end.begin(), by_end.end(), 0);
-        std::sort(by_end.begin(), by_end.end(), [&](std::int32_t a, std::int32_t b) {
-            const double x = ends[static_cast<std::size_t>(a)], y = ends[static_cast<std::size_t>(b)];
-            return x > y || (x == y && a < b);
-        });
-        for (std::int32_t i = 0; i < best_owners; ++i) {
-            masks[static_cast<std::size_t>(by_end[static_cast<std::size_t>(i)])] = k;
+        const double value = total + gain - budget.price_of(rows);
+        const bool allowed = !budget.dense || k == 0 || n == 1 || owners == static_cast<std::int32_t>(n);
+        if (allowed && value > best.value + 1e-12) {
+            best = {n, owners, value};
         }
+        if (k == 0 || owners == static_cast<std::int32_t>(n)) {
+            return;
+        }
+        const auto owner = static_cast<std::size_t>(order[static_cast<std::size_t>(owners)]);
+        if (nodes_[owner].depth + k > budget.depth) {
+            return;
+        }
+        gain += mask_gain_ * std::max(ends[owner], 0.0);
     }
-    PlannedTree tree;
-    order(masks, best_nodes, tree);
-    tree.expected = 0.0;
-    for (std::size_t i = 0; i < best_nodes; ++i) {
-        tree.expected += static_cast<double>(nodes_[i].prob);
-    }
-    return tree;
 }
 
 // Depth first, likeliest child first: accepted rows that follow the root directly stay in the KV cache as they are.

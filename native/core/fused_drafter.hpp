@@ -20,9 +20,11 @@ struct PassBudget {
     const float *cost = nullptr; // [n_cost] milliseconds of a pass of 1, 2, ... rows
     std::size_t n_cost = 0;
     double price = 0.0; // tokens that a millisecond is worth
+    bool dense = false; // ablation: masks behind every node, as in the paper
 
     std::int32_t most_rows() const;           // that are allowed and have a cost
     double price_of(std::int32_t rows) const; // of a pass, in tokens
+    std::int32_t slots() const;               // masks of an owner that are read
 };
 
 struct PlannedTree {
@@ -95,6 +97,16 @@ class FusedDrafter {
     void tail_of(const std::vector<std::int32_t> &path);
     void grow(const PassBudget &budget, bool probed);
     bool can_pay(const PassBudget &budget, double prob, double total, double best) const;
+    struct Choice {
+        std::size_t nodes = 1;
+        std::int32_t owners = 0; // of masks: the likeliest ends of those nodes
+        double value = -1e300;   // tokens, less the price of the rows
+    };
+    std::vector<double> ends_of(std::size_t n) const;
+    Choice choose(const PassBudget &budget) const;
+    void choose_owners(const PassBudget &budget, std::size_t n, std::int32_t leaves, double total,
+                       const std::vector<double> &ends, Choice &best) const;
+    void update_mask_gain(const PassBudget &budget);
     void order(const std::vector<std::int32_t> &masks, std::size_t n, PlannedTree &tree) const;
     void remember(const std::int32_t *ids, const float *logprobs, std::size_t width);
 

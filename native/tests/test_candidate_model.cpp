@@ -107,7 +107,6 @@ void predictions_are_calibrated() {
         }
         const float prob = prob_of(model, c.evidence(), 7);
         CHECK(prob > 0.22f && prob < 0.38f);
-        std::printf("%g: %g\n", static_cast<double>(rate), static_cast<double>(prob));
         double predicted = 0.0, hits = 0.0, tries = 0.0;
         for (const auto &band : model.reliability()) {
             predicted += band.predicted;
