@@ -11,7 +11,9 @@ from typing import Any
 
 from esp_edge.errors import PromptError
 
-__all__ = ["Question", "load_questions", "select"]
+__all__ = ["ADVERSARIAL", "Question", "load_questions", "select"]
+
+ADVERSARIAL = "adversarial"  # the name of the built-in questions that are hard to draft for
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,15 @@ class Question:
 def load_questions(path: Path) -> list[Question]:
     """All questions of a file, one JSON object a line; keys other than the three are ignored.
 
+    ``adversarial``, where no file has that name, is :func:`esp_edge.bench.adversarial.adversarial_questions`.
+
     Raises:
         PromptError: ``FILE:LINE: what is wrong``, or the file cannot be read or is empty.
     """
+    if str(path) == ADVERSARIAL and not path.exists():
+        from esp_edge.bench.adversarial import adversarial_questions  # noqa: PLC0415 - it needs this module
+
+        return adversarial_questions()
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
