@@ -12,17 +12,30 @@ import pytest
 from adversarial import answer, collect
 
 from esp_edge.config import DraftConfig, GenerationParams, ModelConfig
+from esp_edge.drafters.base import Budget
 from esp_edge.drafters.fused import FusedDrafter, prior_weights
 from esp_edge.errors import ConfigError
 from esp_edge.metrics import GenerationStats
 from esp_edge.planner.curve import CostCurve
 from esp_edge.planner.plan import Planner
 from esp_edge.session import Model, Session, load
+from esp_edge.tree import Verdict
 
 AUTO = DraftConfig("auto")
 FLAT = replace(AUTO, cost="flat", block_complexity=30)
 GREEDY = GenerationParams(max_tokens=48, ignore_eos=True)
 PROMPT = [7, 8, 9, 7, 8, 9, 7, 8]
+
+
+class Nothing:
+    """Outputs of a model that always wants token 7 and is not sure."""
+
+    def top_k_sketch(self, rows: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same row everywhere."""
+        ids = np.tile(np.arange(7, 7 + k, dtype=np.int32), (len(rows), 1))
+        return ids, np.full(ids.shape, -3.0, np.float32)
+
+
 STEEP = CostCurve({256: {1: 1.0, 64: 64.0}})
 
 
@@ -122,6 +135,20 @@ def test_settings_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="cost must be measured or flat"):
         replace(AUTO, cost="free")
     assert (AUTO.rows, DraftConfig("esp").rows, replace(AUTO, block_complexity=7).rows) == (60, 10, 7)
+
+
+def test_drafts_that_disappoint_raise_the_price() -> None:
+    """Free to plan again after every pass: the promise is what counts, whether or not its tree was run."""
+    drafter = FusedDrafter(AUTO, 100, None)
+    drafter.begin(PROMPT)
+    cost = np.arange(1, 61, dtype=np.float32) * 0.01 + 1
+    budget = Budget(60, 10, 60, cost, 1.0)
+    first = drafter._price(budget)
+    for _ in range(30):
+        tree = drafter.draft(budget)
+        drafter.observe(tree, Nothing(), Verdict((), (7,)))
+    assert tree.n_nodes < 60
+    assert drafter._price(budget) > 1.5 * first
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.5])

@@ -76,7 +76,7 @@ _MAKERS: dict[str, Callable[[random.Random, int], str]] = {
 
 def adversarial_questions() -> list[Question]:
     """Five questions of each of six categories, ids 1 to 30."""
-    questions = []
+    questions: list[Question] = []
     for category, make in _MAKERS.items():
         for number in range(PER_CATEGORY):
             question_id = len(questions) + 1

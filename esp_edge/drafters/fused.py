@@ -27,6 +27,9 @@ SOURCES = ("", "suffix", "adjacency", "esp1", "esp2", "last")  # as the compiled
 ROW_WIDTH = 16  # best next tokens read of every node
 MASK_WIDTH = 48  # and of a mask
 LEARNING_RATE = 0.02
+MARGIN = 1.05  # times its price that a row must promise: predictions are best where they were chosen for being high
+TRUST_MEMORY = 0.97  # a drafted pass counts this much less with every later one
+TRUST_PRIOR = 6.0  # tokens that predictions are believed without proof
 _VERSION = 1  # of stored weights: raise it when a feature changes
 _NO_IDS: Int32Array = np.empty((0, 1), np.int32)
 _NO_LOGPROBS: FloatArray = np.empty((0, 1), np.float32)
@@ -58,6 +61,8 @@ class FusedDrafter:
         self._row_width = min(ROW_WIDTH, n_vocab)
         self._mask_width = min(MASK_WIDTH, n_vocab)
         self._root = 0
+        self._promised = 0.0  # accepted tokens that the last tree was expected to bring
+        self._predicted = self._accepted = TRUST_PRIOR
         self.n_learned = 0
         self._expected: Int32Array = np.empty(0, np.int32)
         self.core = native.FusedDrafter()
@@ -81,6 +86,7 @@ class FusedDrafter:
         if self._masks is not None:
             self._masks.begin(token_ids)
         self._root = int(token_ids[-1])
+        self._promised = 0.0
         self.core.begin(np.array(token_ids, np.int32), self._keep, self._expected)
 
     def learn_prompt(self, token_ids: Int32Array, ids: Int32Array, logprobs: FloatArray) -> None:
@@ -98,12 +104,22 @@ class FusedDrafter:
     def draft(self, budget: Budget) -> DraftTree:
         """The tree and the masks that are worth most at the price of their rows."""
         rows = min(self._rows, budget.rows)
-        ids, parents, probs, masks, sources, _ = self.core.draft(
-            rows, budget.depth, budget.sequences, self._k, budget.cost, budget.price, self._dense
+        ids, parents, probs, masks, sources, expected = self.core.draft(
+            rows, budget.depth, budget.sequences, self._k, budget.cost, self._price(budget), self._dense
         )
+        self._promised = expected - 1.0
         vectors = self._masks.for_tree(ids, parents, masks) if self._masks is not None and masks.any() else None
         names = tuple(SOURCES[source] for source in sources.tolist())
         return DraftTree(ids, parents, probs, masks, vectors, names)
+
+    def _price(self, budget: Budget) -> float:
+        """The price of a row, raised where drafts have lately been accepted less often than predicted.
+
+        Candidates are drafted because their probability came out high, so those that are drafted disappoint a little
+        even when all candidates together are calibrated, and in some texts more than in others.
+        """
+        trust = min(1.0, self._accepted / self._predicted)
+        return budget.price * MARGIN / trust
 
     def observe(self, tree: DraftTree, outputs: Outputs, verdict: Verdict) -> None:
         """Learn what followed every node, and what the anchor's masks guess."""
@@ -115,6 +131,9 @@ class FusedDrafter:
         self.core.observe(tree.token_ids, tree.parents, path, bonus, ids, logprobs, mask_ids, mask_logprobs)
         if self._masks is not None:
             self._masks.commit(verdict.token_ids)
+        if self._promised > 0:
+            self._predicted = _recent(self._predicted) + self._promised
+            self._accepted = _recent(self._accepted) + len(verdict.path)
         self._root = bonus
         self.n_learned += 1
 
@@ -141,3 +160,8 @@ class FusedDrafter:
             return
         if weights.shape == prior_weights().shape and np.isfinite(weights).all():
             self.core.weights = weights
+
+
+def _recent(total: float) -> float:
+    """A sum of tokens that fades, down to what is believed without proof."""
+    return TRUST_PRIOR + TRUST_MEMORY * (total - TRUST_PRIOR)
