@@ -65,6 +65,9 @@ class FakeSession:
         finally:
             self.closed_early += not finished
 
+    def explain(self, _stats: GenerationStats) -> None:
+        """Only the drafter auto explains."""
+
     def close(self) -> None:
         self.closed = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 from cli_fakes import Program, make_program, one_error
 
-from esp_edge.bench import plots, specbench
+from esp_edge.bench import machine, plots, specbench
 from esp_edge.bench.cost import cost_rows
 from esp_edge.bench.identity import Parting, converse, explain, parting
+from esp_edge.bench.machine import describe_run
 from esp_edge.bench.questions import Question, load_questions, select
 from esp_edge.bench.report import markdown_table, overview, report
 from esp_edge.bench.results import Difference, Record, RunDirectory, Turn
@@ -162,6 +164,17 @@ def test_the_first_of_each_category(tmp_path: Path) -> None:
 def test_a_broken_question_file_names_the_line(tmp_path: Path, line: Any, why: str) -> None:
     with pytest.raises(PromptError, match=why):
         load_questions(write_questions(tmp_path / "q.jsonl", question(1), line))
+
+
+def test_adversarial_questions_are_built_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    questions = load_questions(Path("adversarial"))
+    assert questions == load_questions(Path("adversarial"))
+    assert [question.question_id for question in questions] == list(range(1, 31))
+    assert {question.category for question in questions} >= {"random words", "digits", "code", "scripts"}
+    assert len({question.turns for question in questions}) == 30
+    (tmp_path / "adversarial").write_text('{"question_id": 1, "category": "a", "turns": ["b"]}', "utf-8")
+    assert len(load_questions(Path("adversarial"))) == 1
 
 
 def test_a_missing_or_empty_question_file(tmp_path: Path) -> None:

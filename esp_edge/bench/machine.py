@@ -5,23 +5,30 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import subprocess
-import sys
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
-from esp_edge.models.model import default_threads
+from esp_edge.config import ModelConfig
+from esp_edge.models import gguf
+from esp_edge.models.device import cpu_name, gpu_names, usable_cores
+from esp_edge.models.model import TargetModel, offloads
 
-__all__ = ["describe_machine"]
+__all__ = ["describe_machine", "describe_run"]
 
 
-def describe_machine(*, quant: str, n_ctx: int, n_threads: int, n_gpu_layers: int = 0) -> dict[str, Any]:
-    """JSON-ready; ``n_threads`` 0 is told as what it stands for, memory in bytes, the date in UTC."""
+def describe_run(model: TargetModel, *, n_ctx: int = 0, n_threads: int = 0) -> dict[str, Any]:
+    """:func:`describe_machine` for a loaded model; 0 = what the model has."""
+    quant = gguf.quant_name(model.header)
+    return describe_machine(model.config, quant=quant, n_ctx=n_ctx or model.n_ctx, n_threads=n_threads or model.threads)
+
+
+def describe_machine(config: ModelConfig, *, quant: str, n_ctx: int, n_threads: int) -> dict[str, Any]:
+    """JSON-ready; memory in bytes, the date in UTC, the GPUs only where layers go to one."""
     return {
-        "cpu": _cpu(),
-        "cores": _cores(),
-        "threads": n_threads or default_threads(),
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "threads": n_threads,
+        **({"gpu": ", ".join(gpu_names()) or "unknown"} if offloads(config) else {}),
         "memory_bytes": _memory(),
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
@@ -29,15 +36,9 @@ def describe_machine(*, quant: str, n_ctx: int, n_threads: int, n_gpu_layers: in
         "esp_edge": importlib.metadata.version("esp-edge"),
         "quant": quant,
         "n_ctx": n_ctx,
-        "n_gpu_layers": n_gpu_layers,
+        "n_gpu_layers": config.n_gpu_layers,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
-
-
-def _cores() -> int:
-    """Logical cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _memory() -> int | None:
@@ -45,26 +46,3 @@ def _memory() -> int | None:
         return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):
         return None
-
-
-def _cpu() -> str:
-    """The processor's name as far as the system tells it."""
-    name = _cpu_of_linux() if sys.platform.startswith("linux") else _cpu_of_macos() if sys.platform == "darwin" else ""
-    return name or platform.processor() or platform.machine()
-
-
-def _cpu_of_linux() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return ""
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    return next((fields[key] for key in ("model name", "Model", "Hardware", "cpu model") if fields.get(key)), "")
-
-
-def _cpu_of_macos() -> str:
-    command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

@@ -166,9 +166,7 @@ class PeerServer:
         self.close()
 
 
-def _arguments(
-    peer: Peer, mode: PeerMode, file: Path, config: ModelConfig, *, n_ctx: int, n_threads: int
-) -> list[str]:
+def _arguments(peer: Peer, mode: PeerMode, file: Path, config: ModelConfig, *, n_ctx: int, n_threads: int) -> list[str]:
     """The settings of our own sessions in llama-server's words."""
     threads = str(n_threads)
     layers = "999" if config.n_gpu_layers < 0 else str(config.n_gpu_layers)
@@ -313,9 +311,7 @@ class PeerServers:
         if mode in self._running:
             return PeerSession(self._running[mode], mode, self._model)
         model = self._model
-        server = PeerServer(
-            self._peer, mode, model.path, model.config, n_ctx=model.n_ctx, n_threads=model.threads
-        )
+        server = PeerServer(self._peer, mode, model.path, model.config, n_ctx=model.n_ctx, n_threads=model.threads)
         self._running[mode] = server
         session = PeerSession(server, mode, model)
         converse(session, WARM_UP, GenerationParams(max_tokens=WARM_UP_TOKENS))

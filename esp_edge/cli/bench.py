@@ -35,7 +35,9 @@ Repeat = Annotated[int, _bench("--repeat", text="Repetitions of the whole measur
 def specbench(
     *,
     load: LoadOptions,
-    questions: Annotated[Path, _bench("--questions", text="Spec-Bench's question.jsonl, or a file of that format.")],
+    questions: Annotated[
+        Path, _bench("--questions", text="Spec-Bench's question.jsonl, a file of that format, or adversarial.")
+    ],
     out: Annotated[Path, _bench("--out", text="Directory of the results; a run that was stopped there goes on.")],
     model: Annotated[
         list[str] | None,

@@ -235,7 +235,6 @@ class DraftOptions:
             occurrence=self.occurrence,
             draft_model=self.draft_model,
             sources=self.sources,
-            remember=True,
         )
 
 
