@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -50,13 +51,9 @@ class DraftTree:
     @classmethod
     def root_only(cls, token_id: int, masks: int = 0, mask_vectors: FloatArray | None = None) -> DraftTree:
         """A pass that drafts nothing: plain decoding, or a probe when ``masks`` > 0."""
-        return cls(
-            np.array([token_id], np.int32),
-            np.array([-1], np.int32),
-            np.ones(1, np.float32),
-            np.array([masks], np.int32),
-            mask_vectors if masks else None,
-        )
+        counts = np.array([masks], np.int32) if masks else _NO_MASKS
+        vectors = mask_vectors if masks else None
+        return cls(np.array([token_id], np.int32), _NO_PARENT, _CERTAIN, counts, vectors, (), [_DEPTH_0])
 
     @classmethod
     def from_lists(
@@ -166,3 +163,17 @@ class Verdict:
     def first(self, n: int) -> Verdict:
         """The verdict as if only its first ``n`` tokens had been wanted; the last one never has a cell."""
         return self if n == len(self.token_ids) else Verdict(self.path[: n - 1], self.token_ids[:n])
+
+
+def _constant(value: float, kind: type[np.int32 | np.float32]) -> Any:
+    """A read-only array of one number."""
+    array = np.array([value], kind)
+    array.setflags(write=False)
+    return array
+
+
+# what all trees of a lone root share: plain decoding makes one a token
+_NO_PARENT: Int32Array = _constant(-1, np.int32)
+_NO_MASKS: Int32Array = _constant(0, np.int32)
+_DEPTH_0: Int32Array = _constant(0, np.int32)
+_CERTAIN: FloatArray = _constant(1.0, np.float32)

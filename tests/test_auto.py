@@ -72,7 +72,7 @@ def test_a_refined_curve_follows_the_passes() -> None:
     for refine in (True, False):
         planner = Planner(CostCurve({256: {1: 1.0, 8: 4.0, 64: 32.0}}), refine=refine)
         before = planner.curve.ratio(8, 0)
-        for i in range(1200):
+        for i in range(4000):
             rows = (8, 1, 1)[i % 3]
             planner.observe(rows, 100, float(rows), 2)
         assert (planner.curve.ratio(8, 0) > 1.5 * before) == refine

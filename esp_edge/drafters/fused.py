@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from esp_edge._runtime import native
-from esp_edge.config import FUSED_SOURCES, DraftConfig
+from esp_edge.config import FUSED_SOURCES, MAX_BLOCK, DraftConfig
 from esp_edge.drafters.base import Budget
 from esp_edge.masks import MaskVectors
 from esp_edge.step import Outputs
@@ -29,8 +29,11 @@ MASK_WIDTH = 48  # and of a mask
 LEARNING_RATE = 0.02
 MARGIN = 1.05  # times its price that a row must promise: predictions are best where they were chosen for being high
 TRUST_MEMORY = 0.97  # a drafted pass counts this much less with every later one
-TRUST_PRIOR = 6.0  # tokens that predictions are believed without proof
+TRUST_PRIOR = 6.0  # tokens that the first trust is worth
+FIRST_TRUST = 0.9  # share of its promise that a draft is believed to keep before there is proof
 _VERSION = 1  # of stored weights: raise it when a feature changes
+_NUMBERS: Int32Array = np.arange(MAX_BLOCK, dtype=np.int32)
+_NO_PATH: Int32Array = np.empty(0, np.int32)
 _NO_IDS: Int32Array = np.empty((0, 1), np.int32)
 _NO_LOGPROBS: FloatArray = np.empty((0, 1), np.float32)
 
@@ -62,7 +65,7 @@ class FusedDrafter:
         self._mask_width = min(MASK_WIDTH, n_vocab)
         self._root = 0
         self._promised = 0.0  # accepted tokens that the last tree was expected to bring
-        self._predicted = self._accepted = TRUST_PRIOR
+        self._predicted, self._accepted = TRUST_PRIOR, FIRST_TRUST * TRUST_PRIOR
         self.n_learned = 0
         self._expected: Int32Array = np.empty(0, np.int32)
         self.core = native.FusedDrafter()
@@ -123,17 +126,19 @@ class FusedDrafter:
 
     def observe(self, tree: DraftTree, outputs: Outputs, verdict: Verdict) -> None:
         """Learn what followed every node, and what the anchor's masks guess."""
-        ids, logprobs = outputs.top_k_sketch(np.arange(tree.n_nodes, dtype=np.int32), self._row_width)
-        rows = tree.mask_rows(verdict.anchor)
-        mask_ids, mask_logprobs = outputs.top_k_sketch(rows, self._mask_width) if len(rows) else (_NO_IDS, _NO_LOGPROBS)
-        path = np.array(verdict.path, np.int32)
+        ids, logprobs = outputs.top_k_sketch(_NUMBERS[: tree.n_nodes], self._row_width)
+        mask_ids, mask_logprobs = _NO_IDS, _NO_LOGPROBS
+        if tree.masks[verdict.anchor]:
+            rows = tree.mask_rows(verdict.anchor)
+            mask_ids, mask_logprobs = outputs.top_k_sketch(rows, self._mask_width)
+        path = np.array(verdict.path, np.int32) if verdict.path else _NO_PATH
         bonus = verdict.bonus_token
         self.core.observe(tree.token_ids, tree.parents, path, bonus, ids, logprobs, mask_ids, mask_logprobs)
         if self._masks is not None:
             self._masks.commit(verdict.token_ids)
         if self._promised > 0:
-            self._predicted = _recent(self._predicted) + self._promised
-            self._accepted = _recent(self._accepted) + len(verdict.path)
+            self._predicted = _faded(self._predicted, TRUST_PRIOR) + self._promised
+            self._accepted = _faded(self._accepted, FIRST_TRUST * TRUST_PRIOR) + len(verdict.path)
         self._root = bonus
         self.n_learned += 1
 
@@ -162,6 +167,6 @@ class FusedDrafter:
             self.core.weights = weights
 
 
-def _recent(total: float) -> float:
+def _faded(total: float, prior: float) -> float:
     """A sum of tokens that fades, down to what is believed without proof."""
-    return TRUST_PRIOR + TRUST_MEMORY * (total - TRUST_PRIOR)
+    return prior + TRUST_MEMORY * (total - prior)

@@ -11,7 +11,7 @@ from esp_edge.tree import FloatArray
 __all__ = ["Planner"]
 
 _MEMORY = 0.97  # a pass counts this much less with every later one
-_LOOK_EVERY = 4  # passes whose time refines the curve; looking at every one would cost as much as drafting
+_LOOK_EVERY = 13  # passes whose time refines the curve; looking at every one would cost as much as drafting
 _FIRST_PASSES = 8.0  # passes that the starting price is worth
 _SHOWN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 60)
 _RARELY = 1.1  # rows a pass below which speculation is as good as off
