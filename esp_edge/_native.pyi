@@ -80,6 +80,31 @@ class TreeLayout:
     @property
     def n_rows(self) -> int: ...
 
+class BatchPass:
+    """
+    Rows of one llama_decode, brought by several steps that share a context.
+    """
+
+    def __init__(self, context: int, table: EmbeddingTable | None) -> None: ...
+    def start(self, by_id: bool) -> None:
+        """Forget the rows of the last pass."""
+
+    def decode(self) -> int:
+        """llama_decode's status"""
+
+    def clear_memory(self) -> None:
+        """Free every cell of the context; its steps must forget theirs."""
+
+    def free(self, sequence: int) -> None:
+        """Free the cells parked in a sequence."""
+
+    @property
+    def n_rows(self) -> int: ...
+    @property
+    def decode_us(self) -> float: ...
+    @property
+    def last_us(self) -> float: ...
+
 class DecodeStep:
     """Passes over one llama_context and the repair of its KV cache."""
 
@@ -101,6 +126,30 @@ class DecodeStep:
         pad_rows: int,
         by_id: bool,
     ) -> int: ...
+    def append(
+        self,
+        batch: BatchPass,
+        layout: TreeLayout,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        refeed: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        masks: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)]
+        | None,
+        mask_index: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)]
+        | None,
+        pad_rows: int,
+    ) -> None:
+        """The rows of run, as part of a shared pass."""
+
+    def append_prefill(
+        self,
+        batch: BatchPass,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """Trunk tokens, as part of a shared pass."""
+
+    def settle(self, batch: BatchPass) -> None:
+        """Take up the outcome of a shared pass."""
+
     def commit(
         self,
         path: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
@@ -109,12 +158,36 @@ class DecodeStep:
     def truncate(self, n: int) -> bool: ...
     def rollback(self) -> None: ...
     def clear(self) -> None: ...
+    def park_in(self, sequence: int) -> None:
+        """Where dropped cells go instead of being freed; -1 = freed."""
+
+    def save(self) -> bytes:
+        """The trunk as bytes."""
+
+    def restore(self, data: bytes, n_past: int) -> bool:
+        """
+        Replace the trunk by a saved one; False where the cache has no room for it.
+        """
+
+    def share(self, other: DecodeStep, n: int) -> None:
+        """Take over the first n tokens of another step's trunk."""
+
+    def forget(self) -> None:
+        """Start over after the whole memory was cleared."""
+
     def argmax(self, row: int) -> int: ...
     def top_k(
         self,
         rows: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
         k: int,
     ) -> tuple: ...
+    def top_k_sketch(
+        self,
+        rows: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        k: int,
+    ) -> tuple:
+        """top_k with estimated log-probabilities, in a fraction of its time."""
+
     def logprob(self, row: int, token: int) -> float: ...
     def logits(self, row: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C")]:
         """A copy; for tests and analysis."""
@@ -242,3 +315,68 @@ class Sampler:
         position: int,
     ) -> int: ...
     def accept(self, token: int, generated: bool) -> None: ...
+
+class FusedDrafter:
+    """One draft tree from copying, remembered rows, masks and last logits."""
+
+    def __init__(self) -> None: ...
+    def begin(
+        self,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        keep: bool,
+        expected: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    ) -> None:
+        """expected: text that the answer may repeat"""
+
+    def learn_prompt(
+        self,
+        first: int,
+        ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
+        logprobs: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
+    ) -> None: ...
+    def sampled(self, temperature: float, seed: int) -> None: ...
+    def draft(
+        self,
+        rows: int,
+        depth: int,
+        sequences: int,
+        masks: int,
+        cost: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        price: float,
+        dense: bool = False,
+    ) -> tuple:
+        """(token_ids, parents, probs, masks, sources, expected tokens)"""
+
+    def observe(
+        self,
+        tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        parents: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        path: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        bonus: int,
+        ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
+        logprobs: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
+        mask_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
+        mask_logprobs: Annotated[
+            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
+        ],
+    ) -> None: ...
+    @property
+    def weights(self) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C")]:
+        """float32[n_weights], classes of features"""
+
+    @weights.setter
+    def weights(
+        self, arg: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)], /
+    ) -> None: ...
+    def set_learning(self, rate: float, calibrate: bool) -> None: ...
+    def set_sources(self, suffix: bool, adjacency: bool, masks: bool, last: bool) -> None: ...
+    def set_apart(self, on: bool) -> None:
+        """Each candidate by its best source alone."""
+
+    def set_mask_gain(self, gain: float, fixed: bool) -> None: ...
+    @property
+    def mask_gain(self) -> float: ...
+    def reliability(self) -> list:
+        """(sum of predictions, hits, tries) of ten bands of probability"""
+
+    def reset_reliability(self) -> None: ...

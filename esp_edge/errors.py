@@ -12,7 +12,9 @@
     ├── PromptError (ValueError)     a prompt or message list cannot be used
     │   └── ContextLengthError       the prompt does not fit the context; carries both numbers
     ├── GrammarError (ValueError)    a GBNF grammar or JSON schema was refused
-    └── DecodeError                  a pass failed inside llama.cpp
+    ├── DecodeError                  a pass failed inside llama.cpp
+    ├── QueueFullError               the engine has too many requests; carries when to try again
+    └── EngineClosedError            the engine was closed before the answer was complete
 
 Messages say what was required, what was found and what to do about it, on one line.
 """
@@ -23,6 +25,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "DecodeError",
+    "EngineClosedError",
     "EspEdgeError",
     "GrammarError",
     "ModelDownloadError",
@@ -30,6 +33,7 @@ __all__ = [
     "ModelFileError",
     "ModelLoadError",
     "PromptError",
+    "QueueFullError",
     "UnsupportedModelError",
 ]
 
@@ -89,3 +93,21 @@ class GrammarError(EspEdgeError, ValueError):
 
 class DecodeError(EspEdgeError):
     """A forward pass failed inside llama.cpp."""
+
+
+class QueueFullError(EspEdgeError):
+    """The engine has as many waiting requests as it takes.
+
+    Attributes:
+        retry_after: seconds after which a slot is likely to be free.
+    """
+
+    def __init__(self, max_queue: int, retry_after: float) -> None:
+        super().__init__(
+            f"the queue takes {max_queue} waiting requests and is full; try again in {retry_after:.0f} seconds"
+        )
+        self.retry_after = retry_after
+
+
+class EngineClosedError(EspEdgeError):
+    """The engine was closed before the answer was complete, or takes no more requests."""

@@ -20,6 +20,7 @@ from esp_edge.drafters.auto_mask import resolve_mask_init
 from esp_edge.drafters.base import Budget, Drafter
 from esp_edge.drafters.draft_model import DraftModelDrafter
 from esp_edge.drafters.fused import FusedDrafter
+from esp_edge.drafters.none import NoneDrafter
 from esp_edge.errors import ConfigError, ContextLengthError, PromptError
 from esp_edge.metrics import GenerationStats
 from esp_edge.models.hub import Progress
@@ -33,7 +34,20 @@ from esp_edge.step import Outputs, Step
 from esp_edge.tree import DraftTree, Verdict
 from esp_edge.verify import verify
 
-__all__ = ["BATCH_SEQUENCES", "Chunk", "Message", "Model", "Prompt", "Session", "TokenLogprob", "load", "sequences_for"]
+__all__ = [
+    "BATCH_SEQUENCES",
+    "Chunk",
+    "Drafting",
+    "Generation",
+    "Message",
+    "Model",
+    "Prompt",
+    "Session",
+    "TokenLogprob",
+    "common_prefix",
+    "load",
+    "sequences_for",
+]
 
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
@@ -123,7 +137,182 @@ class _Answer:
         return text + self._stop.flush()
 
 
-class Session:
+class Generation:
+    """One answer in the making: the tree of its next pass, and what a pass makes of the text. Owns no cache.
+
+    Attributes:
+        params: what was asked for.
+        token_ids: prompt and answer so far; the last one has no cell yet.
+        n_prompt: tokens of the prompt.
+        limit: tokens that may be emitted in all.
+        tree: what the next pass verifies; after :meth:`begin`.
+        drafter, stats: after :meth:`use`; before it, ``stats`` knows the prompt only.
+    """
+
+    def __init__(self, model: TargetModel, prompt: Prompt, params: GenerationParams | None = None) -> None:
+        """Check and encode a prompt.
+
+        Raises:
+            PromptError: an empty or malformed prompt, or one too long (ContextLengthError).
+            GrammarError: the grammar or JSON schema cannot be used.
+        """
+        self.model = model
+        self.params = params = params or GenerationParams()
+        self.token_ids = _encode(model, prompt)
+        self.n_prompt = len(self.token_ids)
+        if self.n_prompt >= model.n_ctx:
+            raise ContextLengthError(self.n_prompt, model.n_ctx)
+        self.seed = params.seed if params.seed is not None else secrets.randbits(63)
+        self.limit = min(model.n_ctx - self.n_prompt, _UNLIMITED if params.max_tokens is None else params.max_tokens)
+        self.stats = GenerationStats(prompt_tokens=self.n_prompt)
+        self.drafter: Drafter = NoneDrafter()
+        self._sampler = Sampler(model, params, self.seed, model.n_ctx)
+        self._answer = _Answer(model, params.stop, self.limit)
+        self._n_top = None if params.logprobs is None else min(params.logprobs, model.tokenizer.n_vocab)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last token was emitted."""
+        return self._answer.finish_reason is not None
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be emitted."""
+        return self._answer.left
+
+    def use(self, drafter: Drafter, stats: GenerationStats) -> None:
+        """Draft with this drafter and count in these statistics."""
+        params = self.params
+        if isinstance(drafter, FusedDrafter):
+            drafter.expect(self.model.tokenizer.encode(params.prediction or ""), params.temperature, self.seed)
+        stats.seed = None if params.is_greedy else self.seed
+        self.drafter, self.stats = drafter, stats
+
+    def nothing(self) -> Chunk:
+        """The only chunk of an answer of which no token is wanted."""
+        return Chunk("", (), (), (), (), "length", self.stats)
+
+    def begin(self, max_rows: int) -> None:
+        """The prompt but for its last token is in the cache: make the tree of the first pass."""
+        for token_id in self.token_ids:
+            self._sampler.accept(token_id, generated=False)
+        self.drafter.begin(self.token_ids)
+        self.tree = self.drafter.probe()
+        if self.limit == 1 or self.tree.n_rows > max_rows:
+            self.plain()  # nothing will be drafted, or there is no room to ask
+
+    def plain(self) -> None:
+        """Let the next pass be the root alone."""
+        self.tree = DraftTree.root_only(self.token_ids[-1])
+
+    def take(self, step: Step, outputs: Outputs) -> Chunk:
+        """Verify the pass that ran over the tree, commit what was accepted and let the drafter learn from it.
+
+        Raises:
+            GrammarError, ConfigError: the grammar or the logit bias leaves no token.
+        """
+        tree, answer = self.tree, self._answer
+        verdict = self._verify(step)
+        n_emitted, text = answer.push(verdict.token_ids)
+        emitted = _emitted(tree, verdict, outputs, n_emitted, self._n_top)
+        chunk = Chunk(text, *emitted, answer.finish_reason, self.stats)
+        verdict = verdict.first(n_emitted)
+        step.commit(verdict.path)
+        self.token_ids.extend(verdict.token_ids)
+        self.stats.count(tree.n_rows, tree.depths.tolist(), chunk.accepted, tree.sources, chunk.sources)
+        if answer.finish_reason is None:
+            self.drafter.observe(tree, outputs, verdict)
+        return chunk
+
+    def draft(self, budget: Budget) -> None:
+        """Make the tree of the next pass."""
+        self.tree = self.drafter.draft(budget)
+
+    def _verify(self, step: Step) -> Verdict:
+        def choose(row: int, position: int) -> int:
+            with step.lock:
+                token_id = self._sampler.pick(step.native, row, position)
+            self._sampler.accept(token_id, generated=True)
+            return token_id
+
+        answer = self._answer
+        return verify(self.tree, choose, position=len(self.token_ids), limit=answer.left, is_end=answer.is_end)
+
+
+class Drafting:
+    """The draft side of a session: the settings, and the drafter and planner that live on from answer to answer."""
+
+    def __init__(
+        self,
+        model: TargetModel,
+        drafter: Drafter | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.model = model
+        self._custom = drafter
+        self._progress = progress
+        self._kept: tuple[DraftConfig, float, Drafter] | None = None  # the drafter of the last generation
+        self._planner: Planner | None = None  # of the drafter that sizes its trees
+
+    def _configure(self, config: DraftConfig) -> None:
+        if self.model.config.exact and config.rows > MAX_EXACT_BLOCK:
+            raise ConfigError(
+                f"exact mode allows a block complexity of {MAX_EXACT_BLOCK}, but {config.rows} was given; lower "
+                f"--block-complexity or the tree widths"
+            )
+        plans = config.drafter == "auto" and self.model.capability.speculation and not self._custom
+        self._planner = self._make_planner(config) if plans else None
+        if not self._custom and (self._planner is None or self._planner.masks_may_pay):
+            config = resolve_mask_init(self.model, config, progress=self._progress)
+        self._draft = config
+
+    def _make_planner(self, config: DraftConfig) -> Planner:
+        if config.cost == "flat":
+            return Planner(CostCurve.flat(), refine=False)
+        return Planner(load_curve(self.model, progress=self._progress))
+
+    def _start(self, params: GenerationParams, n_prompt: int) -> tuple[Drafter, GenerationStats]:
+        draft, note = self._draft, None
+        if draft.drafter != "none" and not _is_able(self.model, draft):
+            draft, note = replace(draft, drafter="none"), self.model.capability.reason
+        custom = self._custom
+        if custom and not self.model.capability.speculation:
+            custom, note = None, self.model.capability.reason
+        drafter = custom or self._drafter(draft, params.temperature)
+        stats = GenerationStats(drafter=drafter.name, prompt_tokens=n_prompt, note=note, block_complexity=draft.rows)
+        if draft.drafter == "esp" or (draft.drafter == "auto" and draft.mask_init != "auto"):
+            stats.masks, stats.mask_init = draft.masks, draft.mask_init
+        return drafter, stats
+
+    def _drafter(self, draft: DraftConfig, temperature: float) -> Drafter:
+        """The last generation's drafter while the settings are the same: ``begin`` decides what it still knows."""
+        if self._kept is None or self._kept[:2] != (draft, temperature):
+            self._drop_drafter()
+            model = self.model
+            made = make_drafter(draft, model.embeddings, model.tokenizer.encode, temperature, target=model)
+            if isinstance(made, FusedDrafter) and model.remember:
+                made.recall(model.cache.get(_LEARNED))
+            self._kept = draft, temperature, made
+        return self._kept[2]
+
+    def _drop_drafter(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        if isinstance(kept[2], DraftModelDrafter):
+            kept[2].close()
+        elif isinstance(kept[2], FusedDrafter) and self.model.remember:
+            self._remember(kept[2])
+
+    def _remember(self, drafter: FusedDrafter) -> None:
+        """Store what this session taught about the sources and the cost of passes."""
+        if drafter.n_learned >= _ENOUGH_PASSES:
+            self.model.cache.put(_LEARNED, drafter.learned())
+            if self._planner is not None and self._draft.cost == "measured":
+                save_curve(self.model, self._planner.curve)
+
+
+class Session(Drafting):
     """A KV cache with its tokens. Not thread-safe; close it before its model.
 
     Stopping a generation anywhere leaves the cache right, and the next prompt reuses the longest common prefix.
@@ -141,15 +330,11 @@ class Session:
         drafter: Drafter | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.model = model
-        self._custom = drafter
-        self._progress = progress
+        super().__init__(model, drafter, progress)
         self.token_ids: list[int] = []
         self._context: Context | None = None
         self._turn: object = None  # of the generation that may go on; a newer one ends it
-        self._kept: tuple[DraftConfig, float, Drafter] | None = None  # the drafter of the last generation
-        self._planner: Planner | None = None  # of the drafter that sizes its trees
-        self.draft = draft or DraftConfig("none" if drafter else "esp")
+        self.draft = draft or DraftConfig("none" if drafter else DraftConfig().drafter)
 
     @property
     def draft(self) -> DraftConfig:
@@ -162,15 +347,7 @@ class Session:
 
     @draft.setter
     def draft(self, config: DraftConfig) -> None:
-        if self.model.config.exact and config.rows > MAX_EXACT_BLOCK:
-            raise ConfigError(
-                f"exact mode allows a block complexity of {MAX_EXACT_BLOCK}, but {config.rows} was given; lower "
-                f"--block-complexity or the tree widths"
-            )
-        self._planner = None if self._custom or config.drafter != "auto" else self._make_planner(config)
-        if not self._custom and (self._planner is None or self._planner.masks_may_pay):
-            config = resolve_mask_init(self.model, config, progress=self._progress)
-        self._draft = config
+        self._configure(config)
         self._turn = None
         needed = BATCH_SEQUENCES if self._custom else sequences_for(config)
         if not self.model.capability.speculation:
@@ -182,11 +359,6 @@ class Session:
             self._step = Step(self._context, config.impl)
         elif self._step.impl != config.impl:
             self._step.impl = config.impl
-
-    def _make_planner(self, config: DraftConfig) -> Planner:
-        if config.cost == "flat":
-            return Planner(CostCurve.flat(), refine=False)
-        return Planner(load_curve(self.model))
 
     def generate(self, prompt: Prompt, params: GenerationParams | None = None) -> Generator[Chunk, None, None]:
         """Answer a prompt: raw text, token ids, or messages for the chat template.
@@ -200,17 +372,9 @@ class Session:
             GrammarError: the grammar or JSON schema cannot be used.
         """
         self._require_open()
-        params = params or GenerationParams()
-        ids = self._encode(prompt)
-        if len(ids) >= self.model.n_ctx:
-            raise ContextLengthError(len(ids), self.model.n_ctx)
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        sampler = Sampler(self.model, params, seed, self.model.n_ctx)
-        drafter, stats = self._start(params, len(ids))
-        if isinstance(drafter, FusedDrafter):
-            drafter.expect(self.model.tokenizer.encode(params.prediction or ""), params.temperature, seed)
-        stats.seed = None if params.is_greedy else seed
-        return self._run(ids, params, sampler, drafter, stats)
+        generation = Generation(self.model, prompt, params)
+        generation.use(*self._start(generation.params, generation.n_prompt))
+        return self._run(generation)
 
     def explain(self, stats: GenerationStats) -> dict[str, Any] | None:
         """Why ``auto`` drafted as it did in the answer that ``stats`` are of, JSON-ready; None with other drafters.
@@ -241,45 +405,27 @@ class Session:
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
-    def _run(
-        self, ids: list[int], params: GenerationParams, sampler: Sampler, drafter: Drafter, stats: GenerationStats
-    ) -> Generator[Chunk, None, None]:
+    def _run(self, generation: Generation) -> Generator[Chunk, None, None]:
         self._require_open()
         turn = self._turn = object()
-        limit = min(self.model.n_ctx - len(ids), _UNLIMITED if params.max_tokens is None else params.max_tokens)
-        if limit == 0:
-            yield Chunk("", (), (), (), (), "length", stats)
+        if generation.limit == 0:
+            yield generation.nothing()
             return
-        n_top = None if params.logprobs is None else min(params.logprobs, self.model.tokenizer.n_vocab)
-        answer = _Answer(self.model, params.stop, limit)
-        clock = _Clock(stats, self._step)
-        self._prefill(ids, stats)
-        for token_id in ids:
-            sampler.accept(token_id, generated=False)
-        drafter.begin(ids)
-        tree = drafter.probe()
-        if limit == 1 or tree.n_rows > self._step.max_rows:
-            tree = DraftTree.root_only(ids[-1])  # nothing will be drafted, or there is no room to ask
+        clock = _Clock(generation.stats, self._step)
+        self._prefill(generation)
+        generation.begin(self._step.max_rows)
         try:
-            while answer.finish_reason is None:
-                timing = self._time_pass(tree)
-                outputs = self._step.run(tree)
-                verdict = self._verify(tree, sampler, answer)
-                n_emitted, text = answer.push(verdict.token_ids)
-                emitted = _emitted(tree, verdict, outputs, n_emitted, n_top)
-                chunk = Chunk(text, *emitted, answer.finish_reason, stats)
-                verdict = verdict.first(n_emitted)
-                self._step.commit(verdict.path)
-                self.token_ids.extend(verdict.token_ids)
-                if stats.prefill_tokens:  # the first pass belongs to the prefill
-                    timing(n_emitted)
-                stats.count(tree.n_rows, tree.depths.tolist(), chunk.accepted, tree.sources, chunk.sources)
-                if answer.finish_reason is None:
-                    drafter.observe(tree, outputs, verdict)
-                    tree = drafter.draft(self._budget(answer.left))
+            while not generation.ended:
+                in_prefill = generation.stats.prefill_tokens == 0  # the first pass belongs to it
+                timing = self._time_pass(generation.tree)
+                chunk = generation.take(self._step, self._step.run(generation.tree))
+                if not in_prefill:
+                    timing(len(chunk.token_ids))
+                if not generation.ended:
+                    generation.draft(self._budget(generation.left))
                 clock.stop()
                 yield chunk
-                self._require_turn(turn, answer)
+                self._require_turn(turn, generation)
                 clock.start()
         finally:
             if self._turn is turn and self._context is not None and not self._context.closed:
@@ -289,35 +435,22 @@ class Session:
         if self._context is None:
             raise ConfigError("the session is closed: make a new one with model.session()")
 
-    def _require_turn(self, turn: object, answer: _Answer) -> None:
+    def _require_turn(self, turn: object, generation: Generation) -> None:
         """Raise ConfigError when an unfinished generation is resumed after the cache went to another one."""
-        if self._turn is not turn and answer.finish_reason is None:
+        if self._turn is not turn and not generation.ended:
             raise ConfigError(
                 "this answer cannot go on: a newer generation, a new draft setting or close() took its cache; take all "
                 "its chunks first, or use a second session"
             )
 
-    def _prefill(self, ids: list[int], stats: GenerationStats) -> None:
+    def _prefill(self, generation: Generation) -> None:
         """Bring every prompt token but the last into the cache, reusing the common prefix."""
-        n_common = 0
-        for mine, theirs in zip(self.token_ids, ids[:-1], strict=False):
-            if mine != theirs:
-                break
-            n_common += 1
-        self._step.truncate(self._step.reusable(n_common))
-        stats.cached_tokens = self._step.n_past
+        ids = generation.token_ids
+        self._step.truncate(self._step.reusable(common_prefix(self.token_ids, ids[:-1])))
+        generation.stats.cached_tokens = self._step.n_past
         self.token_ids = ids[: self._step.n_past]
         self._step.prefill(ids[self._step.n_past : -1])
-        self.token_ids = list(ids)
-
-    def _verify(self, tree: DraftTree, sampler: Sampler, answer: _Answer) -> Verdict:
-        def choose(row: int, position: int) -> int:
-            with self._step.lock:
-                token_id = sampler.pick(self._step.native, row, position)
-            sampler.accept(token_id, generated=True)
-            return token_id
-
-        return verify(tree, choose, position=len(self.token_ids), limit=answer.left, is_end=answer.is_end)
+        self.token_ids = ids
 
     def _time_pass(self, tree: DraftTree) -> Callable[[int], None]:
         """Call it with the tokens that the pass emitted, once it ran: the planner learns what it cost and brought."""
@@ -337,60 +470,6 @@ class Session:
         n_past, refeed = self._step.n_past, len(self._step.refeed)
         cost = self._planner.cost(min(rows, self._draft.rows) + refeed, n_past)[refeed:]
         return Budget(rows, left - 1, sequences, cost, self._planner.price(n_past))
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.model.encode_prompt(prompt)
-        items = list(prompt)
-        if not items:
-            raise PromptError("the prompt is empty: give text, token ids or messages")
-        if not all(isinstance(item, int | np.integer) for item in items):
-            return self.model.encode_chat(items)  # type: ignore[arg-type]
-        n_vocab = self.model.tokenizer.n_vocab
-        bad = [item for item in items if not 0 <= item < n_vocab]  # type: ignore[operator]
-        if bad:
-            raise PromptError(f"token ids must be between 0 and {n_vocab - 1}, but {bad[0]} was given")
-        return [int(item) for item in items]  # type: ignore[call-overload]
-
-    def _start(self, params: GenerationParams, n_prompt: int) -> tuple[Drafter, GenerationStats]:
-        draft, note = self._draft, None
-        if draft.drafter != "none" and not _is_able(self.model, draft):
-            draft, note = replace(draft, drafter="none"), self.model.capability.reason
-        custom = self._custom
-        if custom and not self.model.capability.speculation:
-            custom, note = None, self.model.capability.reason
-        drafter = custom or self._drafter(draft, params.temperature)
-        stats = GenerationStats(drafter=drafter.name, prompt_tokens=n_prompt, note=note, block_complexity=draft.rows)
-        if draft.drafter == "esp" or (draft.drafter == "auto" and draft.mask_init != "auto"):
-            stats.masks, stats.mask_init = draft.masks, draft.mask_init
-        return drafter, stats
-
-    def _drafter(self, draft: DraftConfig, temperature: float) -> Drafter:
-        """The last generation's drafter while the settings are the same: ``begin`` decides what it still knows."""
-        if self._kept is None or self._kept[:2] != (draft, temperature):
-            self._drop_drafter()
-            model = self.model
-            made = make_drafter(draft, model.embeddings, model.tokenizer.encode, temperature, target=model)
-            if isinstance(made, FusedDrafter) and draft.remember:
-                made.recall(model.cache.get(_LEARNED))
-            self._kept = draft, temperature, made
-        return self._kept[2]
-
-    def _drop_drafter(self) -> None:
-        kept, self._kept = self._kept, None
-        if kept is None:
-            return
-        if isinstance(kept[2], DraftModelDrafter):
-            kept[2].close()
-        elif isinstance(kept[2], FusedDrafter) and kept[0].remember:
-            self._remember(kept[2])
-
-    def _remember(self, drafter: FusedDrafter) -> None:
-        """Store what this session taught about the sources and the cost of passes."""
-        if drafter.n_learned >= _ENOUGH_PASSES:
-            self.model.cache.put(_LEARNED, drafter.learned())
-            if self._planner is not None and self._draft.cost == "measured":
-                save_curve(self.model, self._planner.curve)
 
 
 class _Clock:
@@ -414,6 +493,29 @@ class _Clock:
             self._stats.decode_ms += elapsed
             self._stats.model_ms += self._step.model_ms - self._model_ms
         self._first = False
+
+
+def _encode(model: TargetModel, prompt: Prompt) -> list[int]:
+    if isinstance(prompt, str):
+        return model.encode_prompt(prompt)
+    items = list(prompt)
+    if not items:
+        raise PromptError("the prompt is empty: give text, token ids or messages")
+    if not all(isinstance(item, int | np.integer) for item in items):
+        return model.encode_chat(items)  # type: ignore[arg-type]
+    n_vocab = model.tokenizer.n_vocab
+    bad = [item for item in items if not 0 <= item < n_vocab]  # type: ignore[operator]
+    if bad:
+        raise PromptError(f"token ids must be between 0 and {n_vocab - 1}, but {bad[0]} was given")
+    return [int(item) for item in items]  # type: ignore[call-overload]
+
+
+def common_prefix(stored: Sequence[int], wanted: Sequence[int]) -> int:
+    """How many tokens two sequences share from the start."""
+    for n, (mine, theirs) in enumerate(zip(stored, wanted, strict=False)):
+        if mine != theirs:
+            return n
+    return min(len(stored), len(wanted))
 
 
 def _is_able(model: TargetModel, draft: DraftConfig) -> bool:
@@ -458,7 +560,7 @@ class Model(TargetModel):
         """A new conversation with a KV cache of its own.
 
         Args:
-            draft: how drafts are made; default ESP.
+            draft: how drafts are made; default ``auto``.
             progress: called with (done, total) while ``mask_init="auto"`` is measured, once per model file.
         """
         return Session(self, draft, progress=progress)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -11,15 +13,15 @@ import numpy as np
 from esp_edge._runtime import native
 from esp_edge.config import MAX_BLOCK, MAX_EXACT_BLOCK
 from esp_edge.errors import ConfigError, DecodeError
-from esp_edge.models.model import BATCH_ROWS, MAX_OUTPUT_ROWS, Context, offloads
+from esp_edge.models.model import BATCH_ROWS, MAX_OUTPUT_ROWS, TargetModel, offloads
 from esp_edge.tree import DraftTree, FloatArray, Int32Array
 
-__all__ = ["NoRoomError", "Outputs", "Step", "naive_layout"]
+__all__ = ["MAX_EXACT_ROWS", "CacheView", "NoRoomError", "Outputs", "SavedTrunk", "Step", "naive_layout"]
 
 _NO_ROOM = 1
 _NO_TOKENS: Int32Array = np.empty(0, np.int32)
 _CACHED_LAYOUTS = 512
-_MAX_EXACT_ROWS = MAX_EXACT_BLOCK + 3
+MAX_EXACT_ROWS = MAX_EXACT_BLOCK + 3  # of a pass: below the 64 rows of the tiled kernel
 
 
 class Outputs(Protocol):
@@ -36,6 +38,42 @@ class Outputs(Protocol):
 
     def logprob(self, row: int, token_id: int) -> float:
         """Natural log-probability of a token under the row's softmax at temperature 1."""
+
+
+class CacheView(Protocol):
+    """What a step needs of a context: a whole one, or a slot's share of one."""
+
+    @property
+    def model(self) -> TargetModel:
+        """The target model."""
+
+    @property
+    def n_ctx(self) -> int:
+        """Cells."""
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held around everything that touches the llama_context."""
+
+    @property
+    def native(self) -> Any:
+        """The compiled step; ConfigError once the context is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTrunk:
+    """A trunk outside of the cache: llama.cpp's bytes of its cells, and what the step knew about it.
+
+    Attributes:
+        n_past: tokens whose cells are in ``data``.
+        n_aligned: of these, written by whole prefill chunks.
+        refeed: committed tokens behind them that have no cell.
+    """
+
+    data: bytes
+    n_past: int
+    n_aligned: int
+    refeed: tuple[int, ...]
 
 
 class NoRoomError(DecodeError):
@@ -102,7 +140,7 @@ class Step:
         in_order: whether cells stay in position order; on the CPU they do.
     """
 
-    def __init__(self, context: Context, impl: str = "efficient") -> None:
+    def __init__(self, context: CacheView, impl: str = "efficient") -> None:
         capability = context.model.capability
         self._context = context
         self._n_batch = BATCH_ROWS
@@ -135,7 +173,7 @@ class Step:
         """Rows the next tree may have, at least 1: what is free, and what a pass may hold."""
         if not self.exact:
             return max(1, min(self.n_free, MAX_BLOCK))
-        return max(1, min(self.n_free - 1, _MAX_EXACT_ROWS - len(self.refeed)))  # a lone row is padded
+        return max(1, min(self.n_free - 1, MAX_EXACT_ROWS - len(self.refeed)))  # a lone row is padded
 
     @property
     def model_ms(self) -> float:
@@ -204,29 +242,99 @@ class Step:
             ConfigError: masks on a model that cannot be probed, an exact pass of 64 rows and more, or any of 257.
             DecodeError: llama.cpp failed.
         """
-        n_masks = tree.n_mask_rows
-        if n_masks and not self._can_embed:
-            raise ConfigError(f"this model cannot take mask rows: {self._context.model.capability.reason}")
-        refeed = np.array(self.refeed, np.int32) if self.refeed else _NO_TOKENS
-        rows = tree.n_rows + len(refeed)
-        if self.exact and rows > _MAX_EXACT_ROWS:
-            raise ConfigError(f"an exact pass may have {_MAX_EXACT_ROWS} rows, this one has {rows}")
-        if tree.n_rows > MAX_OUTPUT_ROWS:  # llama.cpp would abort the process
-            raise ConfigError(f"a tree may have {MAX_OUTPUT_ROWS} rows, this one has {tree.n_rows}")
-        by_id = n_masks == 0 and self._prefer_ids
+        refeed = self._admit(tree)
         status = self.native.run(
             self._layout(tree),
             tree.token_ids,
             refeed,
-            tree.mask_vectors if n_masks else None,
-            self._mask_index(tree) if n_masks else None,
+            *self._mask_input(tree),
             1 if self.exact and tree.n_rows == 1 else 0,
-            by_id,
+            self.takes_ids(tree),
         )
         self._check(status)
         self._tree = tree
         outputs: Outputs = self.native
         return outputs
+
+    def takes_ids(self, tree: DraftTree) -> bool:
+        """Whether the tree's rows may go in as token ids; a pass holds ids or embeddings, never both."""
+        return tree.n_mask_rows == 0 and self._prefer_ids
+
+    def _admit(self, tree: DraftTree) -> Int32Array:
+        """The tokens in front of the root, int32[n]; ConfigError when the tree cannot be run."""
+        if tree.n_mask_rows and not self._can_embed:
+            raise ConfigError(f"this model cannot take mask rows: {self._context.model.capability.reason}")
+        rows = tree.n_rows + len(self.refeed)
+        if self.exact and rows > MAX_EXACT_ROWS:
+            raise ConfigError(f"an exact pass may have {MAX_EXACT_ROWS} rows, this one has {rows}")
+        if tree.n_rows > MAX_OUTPUT_ROWS:  # llama.cpp would abort the process
+            raise ConfigError(f"a tree may have {MAX_OUTPUT_ROWS} rows, this one has {tree.n_rows}")
+        return np.array(self.refeed, np.int32) if self.refeed else _NO_TOKENS
+
+    def _mask_input(self, tree: DraftTree) -> tuple[FloatArray | None, Int32Array | None]:
+        return (tree.mask_vectors, self._mask_index(tree)) if tree.n_mask_rows else (None, None)
+
+    # -- a part in a pass shared with other steps of the context ---------------------------------------------------
+
+    @_locked
+    def append(self, batch: Any, tree: DraftTree, *, pad_rows: int = 0) -> None:
+        """Add the rows that :meth:`run` would decode to a ``native.BatchPass``; when this raises, it is as before.
+
+        Raises:
+            ConfigError: as for :meth:`run`; the sum over all steps is the caller's to check.
+        """
+        refeed = self._admit(tree)
+        self.native.append(batch, self._layout(tree), tree.token_ids, refeed, *self._mask_input(tree), pad_rows)
+        self._tree = tree
+
+    @_locked
+    def append_prefill(self, batch: Any, token_ids: Sequence[int]) -> None:
+        """Add trunk tokens, whose logits nobody reads."""
+        self.native.append_prefill(batch, np.array(token_ids, np.int32))
+
+    @_locked
+    def settle(self, batch: Any, status: int) -> Outputs:
+        """After the shared pass was decoded: the logits of this step's rows, numbered from its root.
+
+        Raises:
+            NoRoomError, DecodeError: as for :meth:`run`.
+        """
+        self.native.settle(batch)
+        if status != 0:
+            self._tree = None
+        self._check(status)
+        outputs: Outputs = self.native
+        return outputs
+
+    @_locked
+    def save(self) -> SavedTrunk:
+        """A copy of the trunk for :meth:`restore` here or in another step of the model."""
+        data: bytes = self.native.save()
+        return SavedTrunk(data, self.n_past, self._n_aligned, tuple(self.refeed))
+
+    @_locked
+    def restore(self, saved: SavedTrunk) -> bool:
+        """Replace the trunk by a saved one, bit by bit. False, with an empty trunk, where there is no room for it."""
+        self._tree = None
+        done = bool(self.native.restore(saved.data, saved.n_past))
+        self.refeed = list(saved.refeed) if done else []
+        self._n_aligned = saved.n_aligned if done else 0
+        return done
+
+    @_locked
+    def share(self, other: Step, n: int) -> None:
+        """Replace the trunk by the first ``n`` tokens of another step of the context; both then own the cells."""
+        self._tree, self.refeed = None, []
+        self.native.share(other.native, n)
+        self._n_aligned = min(other._n_aligned, n)
+
+    @_locked
+    def forget(self) -> None:
+        """The caller emptied the whole memory of the context."""
+        self.native.forget()
+        self._tree, self.refeed, self._n_aligned = None, [], 0
+
+    # -- after a pass ----------------------------------------------------------------------------------------------
 
     @_locked
     def commit(self, path: Sequence[int]) -> None:

@@ -15,6 +15,7 @@
 
 #include "core/logits.hpp"
 #include "core/tree_layout.hpp"
+#include "llama/batch_pass.hpp"
 #include "llama/decode_step.hpp"
 #include "llama/embedding_table.hpp"
 #include "llama/hidden_states.hpp"
@@ -61,8 +62,9 @@ auto embedding_moments(const esp::EmbeddingTable &table) {
     return nb::make_tuple(mean, std);
 }
 
-int run(esp::DecodeStep &step, const esp::TreeLayout &layout, const Ints &tokens, const Ints &refeed,
-        const std::optional<Matrix> &masks, const std::optional<Ints> &mask_index, std::int32_t pad_rows, bool by_id) {
+esp::DecodeStep::Input input_of(const esp::DecodeStep &step, const esp::TreeLayout &layout, const Ints &tokens,
+                                const Ints &refeed, const std::optional<Matrix> &masks,
+                                const std::optional<Ints> &mask_index, std::int32_t pad_rows) {
     if (length(tokens) != layout.n_nodes) {
         throw std::invalid_argument("the pass needs one token per node");
     }
@@ -73,7 +75,6 @@ int run(esp::DecodeStep &step, const esp::TreeLayout &layout, const Ints &tokens
     input.refeed = refeed.data();
     input.n_refeed = length(refeed);
     input.pad_rows = pad_rows;
-    input.kind = by_id ? esp::InputKind::ids : esp::InputKind::embeddings;
     if (n_masks > 0) {
         if (!masks || !mask_index || length(*mask_index) != n_masks ||
             static_cast<std::int64_t>(masks->shape(1)) != step.n_embd()) {
@@ -83,8 +84,30 @@ int run(esp::DecodeStep &step, const esp::TreeLayout &layout, const Ints &tokens
         input.mask_index = mask_index->data();
         input.n_mask_vectors = static_cast<std::int32_t>(masks->shape(0));
     }
+    return input;
+}
+
+int run(esp::DecodeStep &step, const esp::TreeLayout &layout, const Ints &tokens, const Ints &refeed,
+        const std::optional<Matrix> &masks, const std::optional<Ints> &mask_index, std::int32_t pad_rows, bool by_id) {
+    esp::DecodeStep::Input input = input_of(step, layout, tokens, refeed, masks, mask_index, pad_rows);
+    input.kind = by_id ? esp::InputKind::ids : esp::InputKind::embeddings;
     nb::gil_scoped_release release;
     return step.run(input);
+}
+
+void append(esp::DecodeStep &step, esp::BatchPass &pass, const esp::TreeLayout &layout, const Ints &tokens,
+            const Ints &refeed, const std::optional<Matrix> &masks, const std::optional<Ints> &mask_index,
+            std::int32_t pad_rows) {
+    step.append(pass, input_of(step, layout, tokens, refeed, masks, mask_index, pad_rows));
+}
+
+nb::bytes save(esp::DecodeStep &step) {
+    std::vector<std::uint8_t> data;
+    {
+        nb::gil_scoped_release release;
+        data = step.save();
+    }
+    return nb::bytes(data.data(), data.size());
 }
 
 auto top_k(const esp::DecodeStep &step, const Ints &rows, std::int32_t k, bool sketch) {
@@ -156,6 +179,28 @@ void bind_layout(nb::module_ &m) {
         .def_prop_ro("n_rows", &TreeLayout::n_rows);
 }
 
+void bind_pass(nb::module_ &m) {
+    using esp::BatchPass;
+    nb::class_<BatchPass>(m, "BatchPass", "Rows of one llama_decode, brought by several steps that share a context.")
+        .def(
+            "__init__",
+            [](BatchPass *self, std::uintptr_t ctx, const esp::EmbeddingTable *table) {
+                new (self) BatchPass(reinterpret_cast<llama_context *>(ctx), table);
+            },
+            "context"_a, "table"_a.none(), nb::keep_alive<1, 3>())
+        .def(
+            "start",
+            [](BatchPass &self, bool by_id) { self.start(by_id ? esp::InputKind::ids : esp::InputKind::embeddings); },
+            "by_id"_a, "Forget the rows of the last pass.")
+        .def("decode", &BatchPass::decode, nb::call_guard<nb::gil_scoped_release>(), "llama_decode's status")
+        .def(
+            "clear_memory", [](BatchPass &self) { llama_memory_clear(llama_get_memory(self.context()), false); },
+            "Free every cell of the context; its steps must forget theirs.")
+        .def_prop_ro("n_rows", &BatchPass::n_rows)
+        .def_prop_ro("decode_us", &BatchPass::decode_us)
+        .def_prop_ro("last_us", &BatchPass::last_us);
+}
+
 void bind_step(nb::module_ &m) {
     using esp::DecodeStep;
     nb::class_<DecodeStep>(m, "DecodeStep", "Passes over one llama_context and the repair of its KV cache.")
@@ -175,6 +220,15 @@ void bind_step(nb::module_ &m) {
             "tokens"_a, "chunk"_a)
         .def("run", &run, "layout"_a, "tokens"_a, "refeed"_a, "masks"_a.none(), "mask_index"_a.none(), "pad_rows"_a,
              "by_id"_a)
+        .def("append", &append, "batch"_a, "layout"_a, "tokens"_a, "refeed"_a, "masks"_a.none(), "mask_index"_a.none(),
+             "pad_rows"_a, nb::keep_alive<1, 2>(), "The rows of run, as part of a shared pass.")
+        .def(
+            "append_prefill",
+            [](DecodeStep &self, esp::BatchPass &pass, const Ints &tokens) {
+                self.append_prefill(pass, tokens.data(), length(tokens));
+            },
+            "batch"_a, "tokens"_a, nb::keep_alive<1, 2>(), "Trunk tokens, as part of a shared pass.")
+        .def("settle", &DecodeStep::settle, "batch"_a, "Take up the outcome of a shared pass.")
         .def(
             "commit",
             [](DecodeStep &self, const Ints &path, bool in_order) {
@@ -184,6 +238,20 @@ void bind_step(nb::module_ &m) {
         .def("truncate", &DecodeStep::truncate, "n"_a)
         .def("rollback", &DecodeStep::rollback)
         .def("clear", &DecodeStep::clear)
+        .def("park_in", &DecodeStep::park_in, "sequence"_a,
+             "Where dropped cells go instead of being freed; -1 = freed.")
+        .def("save", &save, "The trunk as bytes.")
+        .def(
+            "restore",
+            [](DecodeStep &self, const nb::bytes &data, std::int32_t n_past) {
+                const auto *bytes = static_cast<const std::uint8_t *>(data.data());
+                const std::size_t size = data.size();
+                nb::gil_scoped_release release;
+                return self.restore(bytes, size, n_past);
+            },
+            "data"_a, "n_past"_a, "Replace the trunk by a saved one; False where the cache has no room for it.")
+        .def("share", &DecodeStep::share, "other"_a, "n"_a, "Take over the first n tokens of another step's trunk.")
+        .def("forget", &DecodeStep::forget, "Start over after the whole memory was cleared.")
         .def(
             "argmax",
             [](const DecodeStep &self, std::int32_t row) {
@@ -328,6 +396,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("n_embd", &esp::EmbeddingTable::n_embd)
         .def_prop_ro("n_vocab", &esp::EmbeddingTable::n_vocab);
     bind_layout(m);
+    bind_pass(m);
     bind_step(m);
     bind_hidden_states(m);
     bind_sampler(m);

@@ -1,9 +1,7 @@
 #include "llama/decode_step.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -11,8 +9,7 @@ namespace esp {
 
 DecodeStep::DecodeStep(llama_context *ctx, const EmbeddingTable *table, std::int32_t seq_base, std::int32_t n_seq_max)
     : ctx_(ctx), memory_(llama_get_memory(ctx)), table_(table), seq_base_(seq_base), n_seq_max_(n_seq_max),
-      n_vocab_(llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)))),
-      n_batch_(static_cast<std::int32_t>(llama_n_batch(ctx))) {
+      n_vocab_(llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx)))), own_(ctx, table) {
     if (memory_ == nullptr) {
         throw std::invalid_argument("the context has no memory: not a generating model");
     }
@@ -25,65 +22,28 @@ DecodeStep::DecodeStep(llama_context *ctx, const EmbeddingTable *table, std::int
     }
 }
 
-void DecodeStep::start_batch(std::size_t rows) {
-    token_.clear();
-    pos_.clear();
-    n_seq_id_.clear();
-    seq_start_.clear();
-    seq_flat_.clear();
-    output_.clear();
-    pos_.reserve(rows);
-}
-
 // everywhere: the row belongs to all active sequences, seen through the first of seqs.
-void DecodeStep::add_row(std::int32_t pos, bool output, const std::int32_t *seqs, std::int32_t n_seqs,
-                         bool everywhere) {
-    pos_.push_back(pos);
-    output_.push_back(output ? 1 : 0);
-    seq_start_.push_back(seq_flat_.size());
-    const std::int32_t first = n_seqs > 0 ? seqs[0] : 0;
-    if (everywhere) {
-        seq_flat_.push_back(seq_base_ + first);
-        for (std::int32_t s = 0; s < n_active_; ++s) {
-            if (s != first) {
-                seq_flat_.push_back(seq_base_ + s);
-            }
-        }
-    } else {
+void DecodeStep::add_row(BatchPass &pass, std::int32_t pos, bool output, const std::int32_t *seqs, std::int32_t n_seqs,
+                         bool everywhere) const {
+    pass.open_row(pos, output);
+    if (!everywhere) {
         for (std::int32_t i = 0; i < n_seqs; ++i) {
-            seq_flat_.push_back(seq_base_ + seqs[i]);
+            pass.add_sequence(seq_base_ + seqs[i]);
+        }
+        return;
+    }
+    const std::int32_t first = n_seqs > 0 ? seqs[0] : 0;
+    pass.add_sequence(seq_base_ + first);
+    for (std::int32_t s = 0; s < n_active_; ++s) {
+        if (s != first) {
+            pass.add_sequence(seq_base_ + s);
         }
     }
-    n_seq_id_.push_back(static_cast<std::int32_t>(seq_flat_.size() - seq_start_.back()));
-}
-
-int DecodeStep::decode(const std::int32_t *tokens, float *embd) {
-    const std::size_t n = pos_.size();
-    seq_id_.resize(n);
-    for (std::size_t i = 0; i < n; ++i) {
-        seq_id_[i] = seq_flat_.data() + seq_start_[i];
-    }
-    llama_batch batch{};
-    batch.n_tokens = static_cast<std::int32_t>(n);
-    batch.token = const_cast<llama_token *>(tokens); // llama.cpp copies and never writes
-    batch.embd = embd;
-    batch.pos = pos_.data();
-    batch.n_seq_id = n_seq_id_.data();
-    batch.seq_id = seq_id_.data();
-    batch.logits = output_.data();
-    n_logit_rows_ = 0;
-    const auto start = std::chrono::steady_clock::now();
-    const int status = llama_decode(ctx_, batch);
-    if (status == 0) {
-        llama_synchronize(ctx_);
-    }
-    decode_us_ += std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
-    return status;
 }
 
 int DecodeStep::prefill(const std::int32_t *tokens, std::int32_t n, std::int32_t chunk) {
     rollback();
-    chunk = std::clamp(chunk, 1, n_batch_);
+    chunk = std::clamp(chunk, 1, own_.max_rows());
     const std::int32_t before = n_past_;
     for (std::int32_t i = 0; i < n; ++i) {
         if (tokens[i] < 0 || tokens[i] >= n_vocab_) {
@@ -92,19 +52,38 @@ int DecodeStep::prefill(const std::int32_t *tokens, std::int32_t n, std::int32_t
         }
     }
     for (std::int32_t done = 0; done < n; done += chunk) {
-        const std::int32_t rows = std::min(chunk, n - done);
-        start_batch(static_cast<std::size_t>(rows));
-        for (std::int32_t i = 0; i < rows; ++i) {
-            add_row(n_past_ + i, false, nullptr, 0, true);
-        }
-        const int status = decode(tokens + done, nullptr);
+        own_.start(InputKind::ids);
+        append_prefill(own_, tokens + done, std::min(chunk, n - done));
+        const int status = own_.decode();
+        settle(own_);
         if (status != 0) {
             truncate(before);
             return status;
         }
-        n_past_ += rows;
     }
     return 0;
+}
+
+void DecodeStep::append_prefill(BatchPass &pass, const std::int32_t *tokens, std::int32_t n) {
+    rollback();
+    if (pass.n_rows() + n > pass.max_rows()) {
+        throw std::invalid_argument("a pass of " + std::to_string(pass.n_rows() + n) + " rows exceeds the batch size " +
+                                    std::to_string(pass.max_rows()));
+    }
+    const std::int32_t before = pass.n_rows();
+    try {
+        for (std::int32_t i = 0; i < n; ++i) {
+            add_row(pass, n_past_ + i, false, nullptr, 0, true);
+            pass.set_token(tokens[i]);
+        }
+    } catch (...) {
+        pass.shrink(before);
+        throw;
+    }
+    pass_ = &pass;
+    serial_ = pass.serial();
+    n_logit_rows_ = 0;
+    n_prefill_ = n;
 }
 
 void DecodeStep::activate(std::int32_t n_sequences) {
@@ -119,81 +98,127 @@ void DecodeStep::activate(std::int32_t n_sequences) {
     }
 }
 
-void DecodeStep::fill_embeddings(const Input &input) {
-    const auto width = static_cast<std::size_t>(table_->n_embd());
-    embd_.resize(pos_.size() * width);
-    float *out = embd_.data();
-    const auto add_token = [this, &out, width](std::int32_t token) {
-        table_->row(token, out);
-        table_->release();
-        out += width;
-    };
+void DecodeStep::check(const BatchPass &pass, const Input &input) const {
+    const std::int32_t n_masks = input.layout->n_rows() - input.layout->n_nodes;
+    if (n_masks > 0 && (pass.kind() == InputKind::ids || input.mask_index == nullptr)) {
+        throw std::invalid_argument("mask rows need the embedding path and mask vectors");
+    }
+    const std::int32_t rows = pass.n_rows() + input.n_refeed + input.layout->n_rows() + input.pad_rows;
+    if (rows > pass.max_rows()) {
+        throw std::invalid_argument("a pass of " + std::to_string(rows) + " rows exceeds the batch size " +
+                                    std::to_string(pass.max_rows()));
+    }
+}
+
+// Tokens and mask vectors of the rows, in the order of add_rows.
+void DecodeStep::add_content(BatchPass &pass, const Input &input) const {
+    const auto add_token = [&pass](std::int32_t token) { pass.set_token(token); };
     std::for_each(input.refeed, input.refeed + input.n_refeed, add_token);
     std::for_each(input.tokens, input.tokens + input.layout->n_nodes, add_token);
     const std::int32_t n_masks = input.layout->n_rows() - input.layout->n_nodes;
-    for (std::int32_t i = 0; i < n_masks; ++i, out += width) {
+    for (std::int32_t i = 0; i < n_masks; ++i) {
         const std::int32_t index = input.mask_index[i];
         if (index < 0 || index >= input.n_mask_vectors) {
             throw std::out_of_range("a mask row points outside the mask vectors");
         }
+        const auto width = static_cast<std::size_t>(table_->n_embd());
         const float *vector = input.mask_vectors + static_cast<std::size_t>(index) * width;
         // attention multiplies a hidden cell by zero, and zero times infinity is not zero
         if (!std::all_of(vector, vector + width, [](float x) { return std::isfinite(x); })) {
             throw std::invalid_argument("a mask vector has a value that is not finite");
         }
-        std::memcpy(out, vector, width * sizeof(float));
+        pass.set_vector(vector);
     }
     for (std::int32_t i = 0; i < input.pad_rows; ++i) {
         add_token(input.tokens[0]);
     }
 }
 
-int DecodeStep::run(const Input &input) {
-    rollback();
+void DecodeStep::add_rows(BatchPass &pass, const Input &input) const {
     const TreeLayout &layout = *input.layout;
-    const bool by_id = input.kind == InputKind::ids;
-    const std::int32_t n_masks = layout.n_rows() - layout.n_nodes;
-    if ((!by_id && table_ == nullptr) || (by_id && n_masks > 0) || (n_masks > 0 && input.mask_index == nullptr)) {
-        throw std::invalid_argument("mask rows need the embedding path and mask vectors");
-    }
-    const std::int32_t rows = input.n_refeed + layout.n_rows() + input.pad_rows;
-    if (rows > n_batch_) {
-        throw std::invalid_argument("a pass of " + std::to_string(rows) + " rows exceeds the batch size " +
-                                    std::to_string(n_batch_));
-    }
-    activate(layout.n_sequences);
-
-    start_batch(static_cast<std::size_t>(rows));
-    root_row_ = input.n_refeed;
-    root_pos_ = n_past_ + input.n_refeed;
+    const std::int32_t root_pos = n_past_ + input.n_refeed;
     for (std::int32_t i = 0; i < input.n_refeed; ++i) {
-        add_row(n_past_ + i, false, nullptr, 0, true);
+        add_row(pass, n_past_ + i, false, nullptr, 0, true);
     }
     for (std::int32_t r = 0; r < layout.n_rows(); ++r) {
         const auto begin = static_cast<std::size_t>(layout.seq_offset[static_cast<std::size_t>(r)]);
         const auto end = static_cast<std::size_t>(layout.seq_offset[static_cast<std::size_t>(r) + 1]);
-        add_row(root_pos_ + layout.depth[static_cast<std::size_t>(r)], true, layout.seq_ids.data() + begin,
+        add_row(pass, root_pos + layout.depth[static_cast<std::size_t>(r)], true, layout.seq_ids.data() + begin,
                 static_cast<std::int32_t>(end - begin), r == 0);
     }
     for (std::int32_t i = 0; i < input.pad_rows; ++i) { // behind the root, in its sequence: seen by no other row
         const std::int32_t seq = layout.first_sequence(0);
-        add_row(root_pos_ + 1 + i, true, &seq, 1, false);
+        add_row(pass, root_pos + 1 + i, true, &seq, 1, false);
     }
+}
 
-    if (by_id) {
-        token_.assign(input.refeed, input.refeed + input.n_refeed);
-        token_.insert(token_.end(), input.tokens, input.tokens + layout.n_nodes);
-        token_.insert(token_.end(), static_cast<std::size_t>(input.pad_rows), input.tokens[0]);
-    } else {
-        fill_embeddings(input);
+void DecodeStep::append(BatchPass &pass, const Input &input) {
+    rollback();
+    check(pass, input);
+    activate(input.layout->n_sequences);
+    const std::int32_t before = pass.n_rows();
+    try {
+        add_rows(pass, input);
+        add_content(pass, input);
+    } catch (...) {
+        pass.shrink(before);
+        throw;
     }
-    const int status = by_id ? decode(token_.data(), nullptr) : decode(nullptr, embd_.data());
-    if (status == 0) {
-        pending_ = layout;
+    pass_ = &pass;
+    serial_ = pass.serial();
+    n_logit_rows_ = 0;
+    root_row_ = before + input.n_refeed;
+    root_pos_ = n_past_ + input.n_refeed;
+    n_pads_ = input.pad_rows;
+    pending_ = *input.layout;
+    appended_ = true;
+}
+
+void DecodeStep::settle(BatchPass &pass) {
+    if (pass_ != &pass || serial_ != pass.serial()) {
+        return; // no row of this session was in it
+    }
+    decode_us_ += pass.last_us();
+    if (pass.ran() && appended_) {
         layout_ = &pending_;
-        n_logit_rows_ = layout.n_rows();
+        n_logit_rows_ = pending_.n_rows();
+    } else if (pass.ran()) {
+        n_past_ += n_prefill_;
     }
+    appended_ = false;
+    n_prefill_ = 0;
+}
+
+int DecodeStep::run(const Input &input) {
+    if (input.kind == InputKind::embeddings && table_ == nullptr) {
+        throw std::invalid_argument("mask rows need the embedding path and mask vectors");
+    }
+    own_.start(input.kind);
+    append(own_, input);
+    const int status = own_.decode();
+    settle(own_);
     return status;
+}
+
+// Hands the cells of one sequence in positions [from, to) to the parking sequence.
+void DecodeStep::park(std::int32_t sequence, std::int32_t from, std::int32_t to) const {
+    if (park_ >= 0 && (to < 0 || from < to)) {
+        llama_memory_seq_cp(memory_, seq_base_ + sequence, park_, from, to);
+    }
+}
+
+// The same for the rows of the waiting pass from first_row on. A row's own sequence has one cell at its position.
+void DecodeStep::park_rows(std::int32_t first_row) const {
+    if (park_ < 0) {
+        return;
+    }
+    for (std::int32_t r = first_row; r < layout_->n_rows(); ++r) {
+        const std::int32_t pos = root_pos_ + layout_->depth[static_cast<std::size_t>(r)];
+        park(layout_->first_sequence(r), pos, pos + 1);
+    }
+    if (layout_->n_rows() == 1) { // others are not padded
+        park(layout_->first_sequence(0), root_pos_ + 1, root_pos_ + 1 + n_pads_);
+    }
 }
 
 std::int32_t DecodeStep::commit(const std::int32_t *path, std::int32_t n, bool in_order) {
@@ -211,6 +236,7 @@ std::int32_t DecodeStep::commit(const std::int32_t *path, std::int32_t n, bool i
         while (kept < n && path[kept] == kept + 1) {
             ++kept;
         }
+        park_rows(kept + 1);
     }
     const std::int32_t after_root = root_pos_ + 1;
     const std::int32_t end = after_root + kept;
@@ -231,15 +257,22 @@ std::int32_t DecodeStep::commit(const std::int32_t *path, std::int32_t n, bool i
 }
 
 void DecodeStep::rollback() {
+    appended_ = false;
+    n_prefill_ = 0;
     if (layout_ != nullptr) {
+        park(0, n_past_, root_pos_);
+        park_rows(0);
         layout_ = nullptr;
+        const llama_seq_id parking = std::exchange(park_, -1); // they are parked
         truncate(n_past_);
+        park_ = parking;
     }
 }
 
 bool DecodeStep::truncate(std::int32_t n) {
     layout_ = nullptr;
     bool ok = true;
+    park(0, n, -1);
     for (std::int32_t s = 0; s < n_active_; ++s) {
         ok = llama_memory_seq_rm(memory_, seq_base_ + s, n, -1) && ok;
     }
@@ -250,15 +283,56 @@ bool DecodeStep::truncate(std::int32_t n) {
 }
 
 void DecodeStep::clear() {
+    if (park_ >= 0) {
+        rollback();
+        park(0, 0, -1);
+    }
     layout_ = nullptr;
     for (std::int32_t s = 0; s < n_active_; ++s) {
         llama_memory_seq_rm(memory_, seq_base_ + s, -1, -1);
     }
+    forget();
+}
+
+std::vector<std::uint8_t> DecodeStep::save() {
+    rollback();
+    std::vector<std::uint8_t> data(llama_state_seq_get_size(ctx_, seq_base_));
+    data.resize(llama_state_seq_get_data(ctx_, data.data(), data.size(), seq_base_));
+    return data;
+}
+
+bool DecodeStep::restore(const std::uint8_t *data, std::size_t size, std::int32_t n_past) {
+    clear();
+    if (llama_state_seq_set_data(ctx_, data, size, seq_base_) == 0) {
+        clear();
+        return false;
+    }
+    n_past_ = n_past;
+    return true;
+}
+
+void DecodeStep::share(const DecodeStep &other, std::int32_t n) {
+    if (other.ctx_ != ctx_ || &other == this || n < 0 || n > other.n_past_) {
+        throw std::invalid_argument("only tokens stored by another session of the context can be shared");
+    }
+    clear();
+    if (n > 0) {
+        llama_memory_seq_cp(memory_, other.seq_base_, seq_base_, 0, n);
+    }
+    n_past_ = n;
+}
+
+void DecodeStep::forget() {
+    layout_ = nullptr;
+    appended_ = false;
+    n_prefill_ = 0;
+    n_active_ = 1;
     n_past_ = 0;
 }
 
 const float *DecodeStep::logits(std::int32_t row) const {
-    if (row < 0 || row >= n_logit_rows_) {
+    const bool readable = pass_ != nullptr && pass_->serial() == serial_ && pass_->ran();
+    if (!readable || row < 0 || row >= n_logit_rows_) {
         throw std::out_of_range("row " + std::to_string(row) + " is not in the last pass");
     }
     const float *values = llama_get_logits_ith(ctx_, root_row_ + row);
