@@ -11,13 +11,19 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from esp_edge.cli.analyze import alignment
 from esp_edge.cli.bench import cost, specbench
+from esp_edge.cli.bench_ablate import ablate
+from esp_edge.cli.bench_quants import quants
+from esp_edge.cli.bench_trace import replay, trace
 from esp_edge.cli.chat import chat
 from esp_edge.cli.config_file import read_defaults
 from esp_edge.cli.generate import generate
 from esp_edge.cli.model import calibrate, quantize, show
 from esp_edge.cli.options import command_line_first, expand_options
 from esp_edge.cli.output import BROKEN_PIPE, error, one_line_errors, quiet_stdout, write_text
+from esp_edge.cli.serve import serve
+from esp_edge.cli.tune import tune
 
 __all__ = ["app", "main"]
 
@@ -42,6 +48,8 @@ models = typer.Typer(**_GROUP, help="Look at model files, quantize them, measure
 app.add_typer(models, name="model")
 benchmarks = typer.Typer(**_GROUP, help="Measure drafters and passes on this machine.")
 app.add_typer(benchmarks, name="bench")
+analyses = typer.Typer(**_GROUP, help="Look inside a model while it is probed.")
+app.add_typer(analyses, name="analyze")
 
 
 def _add(group: typer.Typer, function: Callable[..., None]) -> None:
@@ -66,11 +74,18 @@ def _add(group: typer.Typer, function: Callable[..., None]) -> None:
 for _group, _function in (
     (app, generate),
     (app, chat),
+    (app, serve),
+    (app, tune),
     (models, show),
     (models, quantize),
     (models, calibrate),
     (benchmarks, specbench),
     (benchmarks, cost),
+    (benchmarks, ablate),
+    (analyses, alignment),
+    (benchmarks, quants),
+    (benchmarks, trace),
+    (benchmarks, replay),
 ):
     _add(_group, _function)
 
@@ -97,6 +112,7 @@ def _program(
 
 @models.callback()
 @benchmarks.callback()
+@analyses.callback()
 def _group_help(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         write_text(context.get_help())

@@ -1,0 +1,179 @@
+"""Who may call, and how much they may send. Plain ASGI layers around the application, outermost first:
+
+``OriginGuard``  a page of another site may not make a browser call this server, readable or not
+``KeyGuard``     an API key, when the server has any
+``BodyGuard``    size and nesting of a body, before anything parses it
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Iterable, Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from esp_edge.server.errors import ApiError
+from esp_edge.server.settings import is_loopback
+
+__all__ = ["BodyGuard", "KeyGuard", "OriginGuard", "is_too_deep"]
+
+PUBLIC = frozenset(("/health", "/v1/health"))
+
+
+class OriginGuard:
+    """Refuses requests that a browser sends for a page of an origin that is not allowed.
+
+    Allowed are the machine's own pages, those named, and the page that this server itself serves. The latter is told by
+    its Host header, which a hostile name server can forge (DNS rebinding); so on a loopback address that counts for IP
+    addresses only.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str], host: str) -> None:
+        self._app = app
+        self._any = "*" in origins
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
+        self._trusts_names = not is_loopback(host)
+
+    def _is_allowed(self, origin: str, host: str) -> bool:
+        origin = origin.lower()
+        if self._any or origin in self._origins:
+            return True
+        try:
+            address = urlsplit(origin)
+            name = address.hostname or ""
+        except ValueError:
+            return False
+        if is_loopback(name):
+            return True
+        return address.netloc == host.lower() and (self._trusts_names or _is_ip(name))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            origin = headers.get("origin")
+            if origin is not None and not self._is_allowed(origin, headers.get("host", "")):
+                message = "pages of this origin may not call the server; allow it with --cors-origin"
+                await ApiError(403, message, code="origin_not_allowed").response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_ip(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class KeyGuard:
+    """Asks for one of the keys, as ``Authorization: Bearer KEY`` or ``X-Api-Key: KEY``.
+
+    Args:
+        public: paths that need none, besides health.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str], public: Iterable[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+        self._public = PUBLIC | frozenset(public)
+
+    def _is_known(self, headers: Headers) -> bool:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        found = given.encode("utf-8", "replace")
+        matches = [hmac.compare_digest(found, key) for key in self._keys]  # all of them: the time tells nothing
+        return any(matches)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        is_open = not self._keys or scope["type"] != "http" or scope["path"] in self._public
+        if is_open or scope["method"] == "OPTIONS" or self._is_known(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        message = "a valid API key is needed: send it as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'"
+        error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        await error.response()(scope, receive, send)
+
+
+class BodyGuard:
+    """Reads a body, refuses one that is too large, too deep or no UTF-8, and hands it on in one piece."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_nesting: int) -> None:
+        self._app, self._max_bytes, self._max_nesting = app, max_bytes, max_nesting
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await self._read(Headers(scope=scope), receive)
+            if body is None:
+                return  # the client left
+            self._check(body)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return first.pop() if first else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
+        length = headers.get("content-length", "")
+        if length.isdecimal() and (len(length) > 18 or int(length) > self._max_bytes):
+            raise self._too_large()
+        parts, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_bytes:
+                raise self._too_large()
+            if not message.get("more_body"):
+                return b"".join(parts)
+
+    def _too_large(self) -> ApiError:
+        message = f"a body may have {self._max_bytes} bytes, but this one has more; send less or raise --max-body-size"
+        # what was not read is still on its way: the connection cannot go on
+        return ApiError(413, message, param="body", code="request_too_large", headers={"Connection": "close"})
+
+    def _check(self, body: bytes) -> None:
+        try:
+            body.decode("utf-8")
+        except UnicodeDecodeError as error:
+            message = f"the body must be UTF-8, but byte {error.start} is not"
+            raise ApiError(400, message, param="body") from None
+        if is_too_deep(body, self._max_nesting):
+            message = f"JSON may nest {self._max_nesting} levels deep, but this body nests deeper"
+            raise ApiError(400, message, param="body", code="nested_too_deep")
+
+
+_STRUCTURE = b'"[]{}'
+_OTHERS = bytes(byte for byte in range(256) if byte not in _STRUCTURE)
+_SAME = bytes.maketrans(b"{}", b"[]")
+
+
+def is_too_deep(body: bytes, limit: int) -> bool:
+    """Whether JSON nests deeper than ``limit`` brackets, told without parsing it: parsers recurse.
+
+    >>> is_too_deep(b'{"a": [1, "[[["]}', 2), is_too_deep(b"[[[]]]", 2)
+    (False, True)
+    """
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_SAME, _OTHERS)
+    brackets = b"".join(bare.split(b'"')[::2])
+    depth = 0
+    for byte in brackets.replace(b"[]", b""):  # a long flat list is gone with its innermost level
+        depth += 1 if byte == ord("[") else -1
+        if depth >= limit:
+            return True
+    return False
