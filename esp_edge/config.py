@@ -123,10 +123,9 @@ class DraftConfig:
         cost: what ``auto`` takes a pass to cost: as ``measured`` here, or ``flat``, as if rows were free.
         dense: ablation of ``auto``: masks behind every node, as in the paper, instead of behind the likely ends.
         apart: ablation of ``auto``: a candidate counts with its best source alone, so none re-ranks another.
-        remember: keep on disk, per model file, what ``auto`` learned about its sources.
     """
 
-    drafter: str = "esp"
+    drafter: str = "auto"
     block_complexity: int | None = None
     masks: int = 1
     tree: tuple[int, ...] | None = None
@@ -143,7 +142,6 @@ class DraftConfig:
     cost: str = "measured"
     dense: bool = False
     apart: bool = False
-    remember: bool = False
 
     def __post_init__(self) -> None:
         _require(self.drafter in DRAFTERS, f"drafter must be one of {', '.join(DRAFTERS)}", self.drafter)
@@ -166,6 +164,8 @@ class DraftConfig:
             ok = _is_finite(self.mask_update) and 0 <= self.mask_update <= 1
             _require(ok, "mask-update must be between 0 and 1", self.mask_update)
         if self.tree is not None:
+            if self.drafter == "auto":
+                raise ConfigError("drafter auto plans its trees itself: for fixed widths use --drafter esp")
             self._check_tree(self.tree)
 
     def _check_init(self) -> None:

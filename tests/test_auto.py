@@ -175,18 +175,19 @@ def test_a_prediction_is_copied(model: Model) -> None:
 
 
 def test_what_was_learned_survives_the_session(model: Model) -> None:
-    remembered = replace(FLAT, remember=True)
-    with Session(model, remembered) as session:
+    model.remember = True
+    with Session(model, FLAT) as session:
         collect(session, PROMPT, replace(GREEDY, max_tokens=150))
         assert session._kept is not None
         assert isinstance(session._kept[2], FusedDrafter)
         weights = session._kept[2].core.weights
     assert not np.array_equal(weights, prior_weights())
-    with Session(model, remembered) as session:
+    with Session(model, FLAT) as session:
         session._start(GREEDY, 1)
         assert session._kept is not None
         assert isinstance(session._kept[2], FusedDrafter)
         assert np.allclose(session._kept[2].core.weights, weights, atol=1e-4)
+    model.remember = False
     with Session(model, FLAT) as session:
         session._start(GREEDY, 1)
         assert session._kept is not None
@@ -210,3 +211,10 @@ def test_weights_that_are_not_finite_are_refused() -> None:
     bad["weights"][3] = float("nan")
     drafter.recall(bad)
     assert np.array_equal(drafter.core.weights, prior_weights())
+
+
+def test_a_model_that_cannot_speculate_plans_nothing(tiny: Callable[..., Path]) -> None:
+    with load(tiny("mamba"), ModelConfig(n_ctx=256, n_threads=1)) as mamba, Session(mamba) as session:
+        found = collect(session, [1, 2, 3], replace(GREEDY, max_tokens=8))
+        assert session.explain(found.chunks[-1].stats) is None
+        assert found.chunks[-1].stats.drafter == "none"

@@ -785,6 +785,6 @@ def test_specbench_on_the_bundled_model(program: Program, model_path: Path, tmp_
 
 
 def test_lanes_know_their_settings() -> None:
-    lane = Lane("esp", DraftConfig(block_complexity=12))
+    lane = Lane("esp", DraftConfig("esp", block_complexity=12))
     assert lane.settings["label"] == "esp"
     assert lane.settings["block_complexity"] == lane.block_complexity == 12

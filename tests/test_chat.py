@@ -22,7 +22,7 @@ from esp_edge.cli.conversation import SETTINGS, Conversation, assign, closest, s
 from esp_edge.config import DraftConfig, GenerationParams
 from esp_edge.errors import ConfigError, PromptError
 
-CALIBRATION = "measuring mask vectors for this model (once)"
+CALIBRATION = "measuring this model (once)"
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_set_and_show(program: Program) -> None:
     )
     params = program.session.asked[0][1]
     assert params == GenerationParams(temperature=0.7, max_tokens=2, stop=("END",))
-    assert program.session.draft == DraftConfig(block_complexity=30, tree=(15, 4), masks=2, prune=False)
+    assert program.session.draft == DraftConfig("esp", block_complexity=30, tree=(15, 4), masks=2, prune=False)
     shown = {line.split()[0]: line.split()[1] for line in notes}
     assert (shown["temp"], shown["tree"], shown["prune"], shown["max-tokens"]) == ("0.7", "[15,4]", "off", "2")
     assert shown["context"] == "3"
@@ -197,7 +197,7 @@ def test_a_wrong_command_is_one_line_and_the_chat_goes_on(program: Program, line
 
 def test_every_setting_can_be_set_to_what_is_shown() -> None:
     params = GenerationParams(stop=("a b", "[", "ü"), temperature=0.5, ignore_eos=True)
-    draft = DraftConfig(tree=(4, 2), masks=2, mask_update=0.5)
+    draft = DraftConfig("esp", tree=(4, 2), masks=2, mask_update=0.5)
     rival = DraftConfig(
         "draft-model", block_complexity=7, draft_model="a b.gguf", keep=True, seed=3, occurrence="first"
     )
@@ -217,7 +217,7 @@ def test_spec_on_and_off(program: Program) -> None:
     program.prepare = prepare
     _, notes = chat(program, "/spec off", "one", "/spec on", "two")
     assert notes == ["speculation is off", "speculation is on, but masks off for a reason"]
-    assert program.session.draft.drafter == "esp"
+    assert program.session.draft.drafter == "auto"
 
 
 def test_spec_on_brings_the_drafter_back_that_was_off(program: Program) -> None:

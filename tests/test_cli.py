@@ -47,10 +47,18 @@ def test_defaults_are_those_of_the_settings() -> None:
 
 
 def test_a_tree_brings_its_masks() -> None:
-    assert DraftOptions(tree="15,4").config() == DraftConfig(tree=(15, 4), masks=2)
-    assert DraftOptions(tree="[15]", masks=3).config() == DraftConfig(tree=(15,), masks=3)
+    assert DraftOptions(tree="15,4").config() == DraftConfig("esp", tree=(15, 4), masks=2)
+    assert DraftOptions(tree="[15]", masks=3).config() == DraftConfig("esp", tree=(15,), masks=3)
     with pytest.raises(ConfigError, match="use --masks 2"):
         DraftOptions(tree="15,4", masks=1).config()
+
+
+def test_a_prediction_is_read_from_its_file(program: Program, tmp_path: Path) -> None:
+    file = tmp_path / "old.py"
+    file.write_text("x = 1\n", "utf-8")
+    program("generate", "hi", "--prediction-file", str(file))
+    assert program.session.asked[0][1].prediction == "x = 1\n"
+    assert "no.py" in one_error(program("generate", "hi", "--prediction-file", str(tmp_path / "no.py"))[2])
 
 
 def test_options_of_the_rival_drafters(program: Program) -> None:
@@ -166,7 +174,7 @@ def test_every_flag_reads_the_environment(program: Program, monkeypatch: pytest.
         monkeypatch.setenv(f"ESP_EDGE_{name}", value)
     program("generate", "hi", "-n", "2")
     assert program.loads == [("env-model", ModelConfig(n_ctx=77, flash_attn=False))]
-    assert program.session.draft == DraftConfig(tree=(4, 2), masks=2, prune=False)
+    assert program.session.draft == DraftConfig("esp", tree=(4, 2), masks=2, prune=False)
     params = program.session.asked[0][1]
     assert (params.max_tokens, params.stop, dict(params.logit_bias)) == (2, ("a b",), {1: 1.0, 2: 2.0})
 
@@ -204,7 +212,7 @@ def test_a_file_is_below_the_environment_and_the_command_line(
     argv = ("--config", str(file), "generate", "hi", "--top-k", "9", "--system", "mine")
     assert program(*argv)[0] == 0
     assert program.loads[-1] == ("m", ModelConfig(n_ctx=60))
-    assert program.session.draft == DraftConfig(tree=(4, 2), masks=2, prune=False)
+    assert program.session.draft == DraftConfig("esp", tree=(4, 2), masks=2, prune=False)
     prompt, params = program.session.asked[0]
     assert params == GenerationParams(max_tokens=1, seed=2, top_k=9, stop=("of file",))
     assert prompt[0]["content"] == "mine"
@@ -258,7 +266,7 @@ def test_where_the_file_is_looked_for(program: Program, monkeypatch: pytest.Monk
 
 
 def test_text_goes_to_stdout_and_nothing_else(program: Program) -> None:
-    assert program("generate", "hi") == (0, "You said hi\n", "measuring mask vectors for this model (once)\n")
+    assert program("generate", "hi") == (0, "You said hi\n", "measuring this model (once)\n")
     assert message(program.session.asked[0][0]) == "hi"
     assert program.model.closed
 
@@ -288,7 +296,7 @@ def test_json_prints_one_document(program: Program) -> None:
     assert code == 0
     assert list(document) == DOCUMENT_KEYS
     assert (document["text"], document["token_ids"], document["finish_reason"]) == ("You said hi", [4, 5, 2], "stop")
-    assert document["stats"]["drafter"] == "esp"
+    assert document["stats"]["drafter"] == "auto"
     assert document["prompt_tokens"] == 2
 
 

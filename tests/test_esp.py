@@ -57,7 +57,7 @@ def as_ref(tree: DraftTree) -> RefTree:
 
 
 def test_probe_is_the_last_prompt_token_and_k_masks() -> None:
-    tree = drafter_of(DraftConfig(masks=2)).probe()
+    tree = drafter_of(DraftConfig("esp", masks=2)).probe()
     tree.check()
     assert (tree.token_ids.tolist(), tree.masks.tolist(), tree.n_rows) == ([2], [2], 3)
     assert tree.mask_vectors is not None
@@ -65,7 +65,7 @@ def test_probe_is_the_last_prompt_token_and_k_masks() -> None:
 
 
 def test_static_tree_worked_example() -> None:
-    drafter = drafter_of(DraftConfig(masks=2, tree=(2, 2)))
+    drafter = drafter_of(DraftConfig("esp", masks=2, tree=(2, 2)))
     observed(drafter, logits_of([{4: 0.5, 7: 0.3, 9: 0.2}, {8: 0.6, 3: 0.4}]), bonus=5)
     tree = drafter.draft(PLENTY)
     tree.check()
@@ -79,7 +79,7 @@ def test_static_tree_worked_example() -> None:
 
 def test_dynamic_tree_worked_example() -> None:
     # pool: .5 (4), .3 (7), .2 (9) | .5 x .8 = .4 (8), .5 x .2 = .1 (3); N = 8 // 2 - 1 = 3
-    drafter = drafter_of(DraftConfig(masks=2, block_complexity=12))
+    drafter = drafter_of(DraftConfig("esp", masks=2, block_complexity=12))
     observed(drafter, logits_of([{4: 0.5, 7: 0.3, 9: 0.2}, {8: 0.8, 3: 0.2}]), bonus=5)
     tree = drafter.draft(PLENTY)
     assert tree.token_ids.tolist() == [5, 4, 7, 8]
@@ -88,27 +88,27 @@ def test_dynamic_tree_worked_example() -> None:
 
 
 def test_equal_probabilities_go_by_depth_then_rank() -> None:
-    drafter = drafter_of(DraftConfig(masks=2, block_complexity=12))
+    drafter = drafter_of(DraftConfig("esp", masks=2, block_complexity=12))
     observed(drafter, logits_of([{4: 0.5, 7: 0.5}, {8: 1.0}]), bonus=5)  # 7 and 8 both stand at .5; 8 comes deeper
     assert drafter.draft(PLENTY).token_ids.tolist() == [5, 4, 7, 8]
     assert drafter.draft(Budget(rows=9, depth=9, sequences=9)).token_ids.tolist() == [5, 4, 7]
-    drafter = drafter_of(DraftConfig(masks=2, block_complexity=60), n_vocab=40)
+    drafter = drafter_of(DraftConfig("esp", masks=2, block_complexity=60), n_vocab=40)
     observed(drafter, logits_of([dict.fromkeys(range(10, 35), 1 / 25), {8: 1.0}], 40), bonus=5)  # a tie of 26
     assert drafter.draft(PLENTY).token_ids.tolist() == [5, *range(10, 29)]
 
 
 def test_candidates_that_repeat_their_parent_are_skipped() -> None:
     answers = logits_of([{5: 0.6, 4: 0.3, 7: 0.1}, {4: 0.7, 8: 0.2, 3: 0.1}])
-    pruned = drafter_of(DraftConfig(masks=2, tree=(2, 2)))
+    pruned = drafter_of(DraftConfig("esp", masks=2, tree=(2, 2)))
     observed(pruned, answers, bonus=5)
     assert pruned.draft(PLENTY).token_ids.tolist() == [5, 4, 7, 8, 3]  # no 5 below root 5, no 4 below 4
-    plain = drafter_of(DraftConfig(masks=2, tree=(2, 2), prune=False))
+    plain = drafter_of(DraftConfig("esp", masks=2, tree=(2, 2), prune=False))
     observed(plain, answers, bonus=5)
     assert plain.draft(PLENTY).token_ids.tolist() == [5, 5, 4, 4, 8]
 
 
 def test_the_anchors_masks_seed_the_next_tree() -> None:
-    drafter = drafter_of(DraftConfig(masks=1, tree=(2,)))
+    drafter = drafter_of(DraftConfig("esp", masks=1, tree=(2,)))
     observed(drafter, logits_of([{4: 0.5, 7: 0.4}]), bonus=5)
     tree = drafter.draft(PLENTY)  # rows: 5, 4, 7, then their masks
     rows = logits_of([{7: 1.0}, {0: 1.0}, {3: 1.0}, {0: 1.0}, {0: 1.0}, {8: 0.9, 9: 0.1}])
@@ -117,7 +117,7 @@ def test_the_anchors_masks_seed_the_next_tree() -> None:
 
 
 def test_an_anchor_without_masks_leads_to_a_probe() -> None:
-    drafter = drafter_of(DraftConfig(masks=1, tree=(2,)))
+    drafter = drafter_of(DraftConfig("esp", masks=1, tree=(2,)))
     observed(drafter, logits_of([{4: 0.5, 7: 0.4}]), bonus=5)
     tree = drafter.draft(Budget(rows=2, depth=1, sequences=1))
     assert (tree.n_rows, tree.token_ids.tolist(), tree.masks.tolist()) == (2, [5], [1])
@@ -129,7 +129,7 @@ def test_an_anchor_without_masks_leads_to_a_probe() -> None:
 
 
 def test_masks_end_where_positions_end() -> None:
-    drafter = drafter_of(DraftConfig(masks=3, tree=(2, 1, 1)))
+    drafter = drafter_of(DraftConfig("esp", masks=3, tree=(2, 1, 1)))
     observed(drafter, logits_of([{4: 0.5, 7: 0.4}, {8: 0.9}, {3: 0.9}]), bonus=5)
     shapes = {depth: drafter.draft(Budget(1000, depth, 1000)).masks.tolist() for depth in range(7)}
     assert shapes == {
@@ -144,14 +144,14 @@ def test_masks_end_where_positions_end() -> None:
 
 
 def test_fewer_rows_than_masks_need_leave_plain_nodes() -> None:
-    drafter = drafter_of(DraftConfig(masks=2, tree=(2, 2)))
+    drafter = drafter_of(DraftConfig("esp", masks=2, tree=(2, 2)))
     observed(drafter, logits_of([{4: 0.5, 7: 0.3}, {8: 0.8}]), bonus=5)
     tree = drafter.draft(Budget(rows=2, depth=9, sequences=9))
     assert (tree.token_ids.tolist(), tree.masks.tolist(), tree.mask_vectors) == ([5, 4], [0, 0], None)
 
 
 def test_static_trees_shrink_from_the_end() -> None:
-    drafter = drafter_of(DraftConfig(masks=1, tree=(4,)))
+    drafter = drafter_of(DraftConfig("esp", masks=1, tree=(4,)))
     observed(drafter, logits_of([{4: 0.4, 7: 0.3, 8: 0.2, 9: 0.1}]), bonus=5)
     lengths = [drafter.draft(Budget(rows, 9, 99)).n_nodes for rows in range(1, 13)]
     assert lengths == [1, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 5]
@@ -159,14 +159,14 @@ def test_static_trees_shrink_from_the_end() -> None:
 
 
 def test_begin_forgets_the_last_generation() -> None:
-    drafter = drafter_of(DraftConfig(masks=1, tree=(2,)))
+    drafter = drafter_of(DraftConfig("esp", masks=1, tree=(2,)))
     observed(drafter, logits_of([{4: 0.5, 7: 0.4}]), bonus=5)
     drafter.begin([3, 8])
     assert drafter.draft(PLENTY).token_ids.tolist() == [8]
 
 
 def test_masks_follow_the_committed_tokens() -> None:
-    config = DraftConfig(masks=1, tree=(2,), mask_init="prompt-mean")
+    config = DraftConfig("esp", masks=1, tree=(2,), mask_init="prompt-mean")
     embeddings = FakeEmbeddings(n_vocab=10)
     drafter = EspDrafter(config, make_masks("prompt-mean", 1, embeddings))
     drafter.begin([1, 2])
@@ -204,7 +204,7 @@ def assert_same(tree: DraftTree, expected: RefTree) -> None:
 @given(cases(), st.integers(2, 60))
 def test_dynamic_trees_equal_algorithm_1(case: tuple[int, np.ndarray, int, bool], rows: int) -> None:
     k, logits, bonus, prune = case
-    drafter = drafter_of(DraftConfig(masks=k, block_complexity=rows, prune=prune), logits.shape[1])
+    drafter = drafter_of(DraftConfig("esp", masks=k, block_complexity=rows, prune=prune), logits.shape[1])
     observed(drafter, logits, bonus)
     n_nodes = rows // (k + 1) - 1
     if rows > k:
@@ -214,7 +214,7 @@ def test_dynamic_trees_equal_algorithm_1(case: tuple[int, np.ndarray, int, bool]
 @given(cases(), st.lists(st.integers(1, 8), min_size=1, max_size=3))
 def test_static_trees_equal_the_reference(case: tuple[int, np.ndarray, int, bool], widths: list[int]) -> None:
     k, logits, bonus, prune = case
-    config = DraftConfig(masks=k, tree=tuple(widths[:k]), prune=prune)
+    config = DraftConfig("esp", masks=k, tree=tuple(widths[:k]), prune=prune)
     drafter = drafter_of(config, logits.shape[1])
     observed(drafter, logits, bonus)
     assert_same(drafter.draft(PLENTY), static_tree(bonus, candidates_of(logits), widths[:k], prune))
@@ -229,7 +229,7 @@ def test_drafts_never_exceed_the_budget(
 ) -> None:
     k, logits, bonus, prune = case
     widths = tuple(range(4, 4 - k, -1)) if is_static else None
-    config = DraftConfig(masks=k, block_complexity=block, prune=prune, tree=widths)
+    config = DraftConfig("esp", masks=k, block_complexity=block, prune=prune, tree=widths)
     drafter = drafter_of(config, logits.shape[1])
     observed(drafter, logits, bonus)
     tree = drafter.draft(budget)
@@ -254,7 +254,7 @@ def test_temperature_ranks_depths_by_the_sharpened_distribution(
     """With all candidates read, the renormalised distribution is softmax(logits / T) itself."""
     k, logits, bonus, _ = case
     n_vocab = logits.shape[1]
-    config = DraftConfig(masks=k, block_complexity=(k + 1) * n_vocab, prune=False)
+    config = DraftConfig("esp", masks=k, block_complexity=(k + 1) * n_vocab, prune=False)
     drafter = drafter_of(config, n_vocab, temperature)
     observed(drafter, logits, bonus)
     tree = drafter.draft(PLENTY)
@@ -274,7 +274,7 @@ def test_temperature_ranks_depths_by_the_sharpened_distribution(
      (3, (15, 10, 4), 120)],
 )  # fmt: skip
 def test_block_complexity_of_the_papers_trees(k: int, widths: tuple[int, ...], rows: int) -> None:
-    config = DraftConfig(masks=k, tree=widths)
+    config = DraftConfig("esp", masks=k, tree=widths)
     drafter = drafter_of(config, n_vocab=40)
     observed(drafter, np.random.default_rng(0).standard_normal((k, 40)), bonus=5)
     tree = drafter.draft(PLENTY)
@@ -284,14 +284,14 @@ def test_block_complexity_of_the_papers_trees(k: int, widths: tuple[int, ...], r
 
 @pytest.mark.parametrize(("k", "block", "nodes"), [(1, 10, 4), (1, 30, 14), (1, 31, 14), (2, 60, 19), (3, 60, 14)])
 def test_dynamic_trees_use_their_block_complexity(k: int, block: int, nodes: int) -> None:
-    drafter = drafter_of(DraftConfig(masks=k, block_complexity=block), n_vocab=40)
+    drafter = drafter_of(DraftConfig("esp", masks=k, block_complexity=block), n_vocab=40)
     observed(drafter, np.random.default_rng(0).standard_normal((k, 40)), bonus=5)
     tree = drafter.draft(PLENTY)
     assert (tree.n_nodes - 1, tree.n_rows) == (nodes, (k + 1) * (nodes + 1))
 
 
 def test_equal_shapes_share_their_arrays() -> None:
-    drafter = drafter_of(DraftConfig(masks=1, tree=(2,)))
+    drafter = drafter_of(DraftConfig("esp", masks=1, tree=(2,)))
     observed(drafter, logits_of([{4: 0.5, 7: 0.4}]), bonus=5)
     first, second = drafter.draft(PLENTY), drafter.draft(PLENTY)
     assert first.parents is second.parents
@@ -347,7 +347,7 @@ def decode(drafter: Drafter, model: ScriptedModel, prompt: list[int], n_passes: 
 @pytest.mark.parametrize("init", ["vocab-mean", "prompt-mean", "last-k", "sample", "composed"])
 @pytest.mark.parametrize(("k", "tree"), [(1, None), (2, None), (3, None), (1, (4,)), (2, (15, 4)), (3, (7, 5, 3))])
 def test_every_drafter_commits_what_plain_decoding_commits(init: str, k: int, tree: tuple[int, ...] | None) -> None:
-    config = DraftConfig(masks=k, tree=tree, block_complexity=30, mask_init=init)
+    config = DraftConfig("esp", masks=k, tree=tree, block_complexity=30, mask_init=init)
     plain, counts = decode(make_drafter(DraftConfig(drafter="none"), None, None), ScriptedModel(), [1, 2], 80)
     assert counts == [1] * 80
     drafter = make_drafter(config, FakeEmbeddings(n_vocab=40), None)
@@ -357,7 +357,7 @@ def test_every_drafter_commits_what_plain_decoding_commits(init: str, k: int, tr
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_perfect_masks_commit_k_plus_one_tokens_a_pass(k: int) -> None:
-    config = DraftConfig(masks=k, tree=(2,) * k, mask_init="vocab-mean")
+    config = DraftConfig("esp", masks=k, tree=(2,) * k, mask_init="vocab-mean")
     _, counts = decode(make_drafter(config, FakeEmbeddings(n_vocab=40), None), ScriptedModel(), [1, 2], 20)
     assert counts == [1] + [k + 1] * 19
 
@@ -366,7 +366,7 @@ def test_perfect_masks_commit_k_plus_one_tokens_a_pass(k: int) -> None:
 
 
 def test_factory() -> None:
-    esp = make_drafter(DraftConfig(mask_init="token:a", masks=2), FakeEmbeddings(), lambda _: [4])
+    esp = make_drafter(DraftConfig("esp", mask_init="token:a", masks=2), FakeEmbeddings(), lambda _: [4])
     none = make_drafter(DraftConfig(drafter="none"), None, None)
     assert (type(esp), esp.name, type(none), none.name) == (EspDrafter, "esp", NoneDrafter, "none")
     none.begin([3, 4])
@@ -376,6 +376,6 @@ def test_factory() -> None:
 
 def test_factory_refuses_what_it_cannot_build() -> None:
     with pytest.raises(ConfigError, match="must be resolved"):
-        make_drafter(DraftConfig(), FakeEmbeddings(), None)
+        make_drafter(DraftConfig("esp"), FakeEmbeddings(), None)
     with pytest.raises(UnsupportedModelError, match="--drafter none"):
-        make_drafter(DraftConfig(mask_init="vocab-mean"), None, None)
+        make_drafter(DraftConfig("esp", mask_init="vocab-mean"), None, None)

@@ -50,7 +50,7 @@ def test_exact_mode_is_identical_in_every_category(
     exact_q4_0: esp_edge.Model, questions: list[dict[str, Any]], temperature: float
 ) -> None:
     params = GenerationParams(max_tokens=32, temperature=temperature, seed=11)
-    with exact_q4_0.session(PLAIN) as plain, exact_q4_0.session(DraftConfig(block_complexity=30)) as esp:
+    with exact_q4_0.session(PLAIN) as plain, exact_q4_0.session(DraftConfig("esp", block_complexity=30)) as esp:
         for messages in first_of_each_category(questions):
             assert answer(esp, messages, params) == answer(plain, messages, params)
 
@@ -59,7 +59,7 @@ def test_exact_mode_is_identical_in_every_category(
 def test_exact_mode_holds_for_every_quantisation(
     quantized: Callable[[str], Path], questions: list[dict[str, Any]], quant: str
 ) -> None:
-    drafts = [DraftConfig(block_complexity=30), DraftConfig(masks=2, tree=(15, 4))]
+    drafts = [DraftConfig("esp", block_complexity=30), DraftConfig("esp", masks=2, tree=(15, 4))]
     params = GenerationParams(max_tokens=24)
     with esp_edge.load(quantized(quant), ModelConfig(n_ctx=1024, exact=True)) as model:
         messages = first_of_each_category(questions)[4]
@@ -73,17 +73,17 @@ def test_exact_mode_holds_for_every_quantisation(
 @pytest.mark.parametrize(
     "draft",
     [
-        DraftConfig(block_complexity=10),
-        DraftConfig(block_complexity=60),
-        DraftConfig(masks=2, block_complexity=30),
-        DraftConfig(masks=3, tree=(7, 4, 3)),
-        DraftConfig(masks=2, tree=(15, 4), impl="naive"),
-        DraftConfig(block_complexity=30, prune=False, mask_init="prompt-mean"),
-        DraftConfig(block_complexity=30, mask_init="composed"),
-        DraftConfig(block_complexity=30, mask_init="token:something"),
-        DraftConfig(block_complexity=30, mask_init="sigma:5"),
-        DraftConfig(block_complexity=30, mask_init="sample", seed=3),
-        DraftConfig(block_complexity=30, mask_init="last-k", mask_update=0.5),
+        DraftConfig("esp", block_complexity=10),
+        DraftConfig("esp", block_complexity=60),
+        DraftConfig("esp", masks=2, block_complexity=30),
+        DraftConfig("esp", masks=3, tree=(7, 4, 3)),
+        DraftConfig("esp", masks=2, tree=(15, 4), impl="naive"),
+        DraftConfig("esp", block_complexity=30, prune=False, mask_init="prompt-mean"),
+        DraftConfig("esp", block_complexity=30, mask_init="composed"),
+        DraftConfig("esp", block_complexity=30, mask_init="token:something"),
+        DraftConfig("esp", block_complexity=30, mask_init="sigma:5"),
+        DraftConfig("esp", block_complexity=30, mask_init="sample", seed=3),
+        DraftConfig("esp", block_complexity=30, mask_init="last-k", mask_update=0.5),
     ],
     ids=str,
 )
@@ -104,7 +104,7 @@ def test_default_mode_differs_at_near_ties_only(
     with (
         esp_edge.load(quantized("Q8_0"), ModelConfig(n_ctx=2560)) as model,
         model.session(PLAIN) as plain,
-        model.session(DraftConfig(block_complexity=30)) as esp,
+        model.session(DraftConfig("esp", block_complexity=30)) as esp,
     ):
         for messages in first_of_each_category(questions)[:6]:
             wanted, likeliest = answer(plain, messages, params)
@@ -118,7 +118,7 @@ def test_default_mode_differs_at_near_ties_only(
 
 
 def test_auto_finds_the_mean_of_the_vocabulary(exact_q4_0: esp_edge.Model) -> None:
-    with exact_q4_0.session(DraftConfig()) as session:
+    with exact_q4_0.session(DraftConfig("esp")) as session:
         assert session.draft.mask_init == "vocab-mean"
 
 
@@ -131,7 +131,7 @@ def test_exact_mode_refuses_where_it_cannot_hold() -> None:
 
 def test_exact_mode_bounds_the_block(exact_q4_0: esp_edge.Model) -> None:
     with pytest.raises(esp_edge.ConfigError, match="exact mode allows a block complexity of 60"):
-        exact_q4_0.session(DraftConfig(masks=3, tree=(7, 5, 3)))
+        exact_q4_0.session(DraftConfig("esp", masks=3, tree=(7, 5, 3)))
 
 
 RESIDENT = """

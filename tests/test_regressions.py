@@ -28,7 +28,7 @@ def test_a_long_run_without_a_break_is_tokenised(tiny: Callable[..., Path]) -> N
 
 def close_during_a_pass(path: Path, what: str) -> str:
     model = load(path, ModelConfig(n_ctx=256, n_threads=1))
-    session = model.session(DraftConfig(mask_init="vocab-mean"))
+    session = model.session(DraftConfig("esp", mask_init="vocab-mean"))
     started = threading.Event()
     thread = threading.Thread(target=lambda: (started.wait(), (session if what == "session" else model).close()))
     thread.start()
@@ -52,7 +52,7 @@ def test_closing_from_another_thread_waits_for_the_pass(tiny: Callable[..., Path
 
 def test_a_generator_outlives_its_model(tiny: Callable[..., Path]) -> None:
     model = load(tiny("llama"), ModelConfig(n_ctx=256))
-    generation = model.session(DraftConfig(mask_init="vocab-mean")).generate([5, 6, 7], PARAMS)
+    generation = model.session(DraftConfig("esp", mask_init="vocab-mean")).generate([5, 6, 7], PARAMS)
     next(generation)
     model.close()
     generation.close()
@@ -74,7 +74,7 @@ def test_a_foreign_cache_is_an_empty_one(tiny: Callable[..., Path], document: st
     cache.put("anything", 1)
     for file in (cache_root() / "models").glob("*.json"):
         file.write_text(document, "utf-8")
-    with load(path, ModelConfig(n_ctx=256)) as model, model.session(DraftConfig()) as session:
+    with load(path, ModelConfig(n_ctx=256)) as model, model.session(DraftConfig("esp")) as session:
         assert session.draft.mask_init != "auto"
 
 
@@ -83,7 +83,7 @@ def test_a_mask_beyond_floats_is_refused(tiny: Callable[..., Path], value: str) 
     with (
         pytest.raises(ConfigError),
         load(tiny("llama")) as model,
-        model.session(DraftConfig(mask_init=value)) as session,
+        model.session(DraftConfig("esp", mask_init=value)) as session,
     ):
         list(session.generate([5, 6], PARAMS))
 
@@ -108,7 +108,7 @@ def test_settings_of_the_wrong_kind_are_config_errors(settings: dict[str, object
 def test_gpu_layers_without_a_gpu_build_change_nothing(tiny: Callable[..., Path]) -> None:
     """The cells were no longer kept in order, and answers parted from plain decoding."""
     with load(tiny("llama"), ModelConfig(n_ctx=256, n_gpu_layers=99)) as model:
-        session = model.session(DraftConfig(mask_init="vocab-mean"))
+        session = model.session(DraftConfig("esp", mask_init="vocab-mean"))
         assert session._step.in_order
 
 

@@ -234,7 +234,7 @@ def every_way(model: Model, params: GenerationParams, prompt: Sequence[int] = PR
         answer(model, ids, params, drafter=Oracle(truth)),
         answer(model, ids, params, drafter=Mixed(N_VOCAB, 64, truth=truth, most=20)),
         answer(model, ids, params, drafter=RandomTree(N_VOCAB, 64)),
-        answer(model, ids, params, DraftConfig(mask_init="vocab-mean", block_complexity=20)),
+        answer(model, ids, params, DraftConfig("esp", mask_init="vocab-mean", block_complexity=20)),
     ]
     for other in found:
         assert other.token_ids == plain.token_ids

@@ -25,7 +25,7 @@ SEEDED = (
     GenerationParams(max_tokens=32, ignore_eos=True, temperature=1.5, top_k=0, top_p=1.0, min_p=0.0, seed=2),
 )
 ESP = [
-    DraftConfig(masks=masks, tree=tree, block_complexity=bc, mask_init=init)
+    DraftConfig("esp", masks=masks, tree=tree, block_complexity=bc, mask_init=init)
     for masks, tree, bc, init in (
         (1, None, 10, "vocab-mean"),
         (1, (4,), 10, "prompt-mean"),
@@ -354,7 +354,7 @@ def test_broken_bytes_read_the_same_streamed_or_joined(bytes_model: Model) -> No
 def test_the_context_ends_the_answer(tiny: Callable[..., Path], exact: bool) -> None:
     prompt = [i % 90 for i in range(50)]
     params = GenerationParams(max_tokens=100, ignore_eos=True)
-    wide = DraftConfig(block_complexity=30, mask_init="vocab-mean")
+    wide = DraftConfig("esp", block_complexity=30, mask_init="vocab-mean")
     with load(tiny("llama", n_vocab=100), ModelConfig(n_ctx=64, exact=exact)) as model:
         plain = answer(model, prompt, params)
         assert (len(plain.token_ids), plain.finish_reason) == (14, "length")
@@ -414,7 +414,7 @@ def test_a_prompt_that_leaves_no_room_to_probe(tiny: Callable[..., Path]) -> Non
 def test_block_complexities_too_small_for_a_tree(model: Model) -> None:
     wanted = answer(model, PROMPT, SEEDED[0])
     for rows, masks in itertools.product(range(1, 8), (1, 2, 3)):
-        draft = DraftConfig(block_complexity=rows, masks=masks, mask_init="vocab-mean")
+        draft = DraftConfig("esp", block_complexity=rows, masks=masks, mask_init="vocab-mean")
         found = answer(model, PROMPT, SEEDED[0], draft)
         same(found, wanted)
         assert found.chunks[-1].stats.rows_per_pass <= rows
@@ -521,7 +521,7 @@ def test_new_draft_settings_between_generations(model: Model) -> None:
         with pytest.raises(ConfigError, match="draft setting"):
             next(old)
         with pytest.raises(ConfigError, match="block complexity of 60"):
-            session.draft = DraftConfig(block_complexity=61, mask_init="vocab-mean")
+            session.draft = DraftConfig("esp", block_complexity=61, mask_init="vocab-mean")
         assert session.draft == ESP[4]
         same(collect(session, PROMPT, SEEDED[0]), wanted)
 

@@ -390,7 +390,7 @@ def test_a_planner_sizes_the_trees_and_the_prompt_may_be_left_out(trace: Trace) 
 def test_masks_of_a_drafter_of_ones_own_must_be_recorded(trace: Trace, tiny: Callable[..., Path]) -> None:
     with load(str(tiny("llama")), EXACT) as model:
         assert model.embeddings is not None
-        drafter = EspDrafter(DraftConfig(mask_init="vocab-mean"), make_masks("vocab-mean", 1, model.embeddings))
+        drafter = EspDrafter(DraftConfig("esp", mask_init="vocab-mean"), make_masks("vocab-mean", 1, model.embeddings))
         assert replay(trace, drafter, masks="vocab-mean").tau >= 1
         with pytest.raises(ConfigError, match="1 masks of None, but the trace has 2 masks of vocab-mean"):
             replay(trace, drafter)

@@ -37,9 +37,10 @@ def load_model(spec: str, config: ModelConfig) -> Model:
 
 @contextmanager
 def open_session(spec: str, config: ModelConfig, draft: DraftConfig) -> Iterator[Session]:
-    """A session on a model loaded for it; both are closed in the end. The first use of a model measures its masks."""
+    """A session on a model loaded for it; both are closed in the end. The first use of a model measures some facts."""
     with closing(load_model(spec, config)) as model:
-        with Bar("measuring mask vectors for this model (once)") as bar:
+        model.remember = True
+        with Bar("measuring this model (once)") as bar:
             session = model.session(draft, progress=bar.update)
         with closing(session):
             yield session

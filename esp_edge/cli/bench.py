@@ -45,7 +45,7 @@ def specbench(
     ] = None,
     drafters: Annotated[
         str, _bench("--drafters", metavar="A,B[OPTION=VALUE,...]", text="Compared with plain decoding.")
-    ] = "esp",
+    ] = "auto",
     block_complexity: Annotated[
         str, _bench("--block-complexity", metavar="N,N", text="Rows of one pass.")
     ] = "10,30,60",

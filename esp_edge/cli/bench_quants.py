@@ -44,7 +44,7 @@ def quants(
     ] = None,
     drafters: Annotated[
         str, _bench("--drafters", metavar="A,B[OPTION=VALUE,...]", text="Compared with plain decoding.")
-    ] = "esp",
+    ] = "auto",
     block_complexity: Annotated[str, _bench("--block-complexity", metavar="N,N", text="Rows of one pass.")] = "10",
     per_category: Annotated[
         int, _bench("--per-category", text="The first N questions of each category; 0 = all.", min=0)

@@ -222,7 +222,7 @@ class DraftOptions:
         tree = parse_tree(self.tree)
         masks = self.masks if self.masks is not None else len(tree) if tree else _DRAFT.masks
         return DraftConfig(
-            drafter=self.drafter,
+            drafter=_drafter_of(self.drafter, tree),
             block_complexity=self.block_complexity,
             masks=masks,
             tree=tree,
@@ -238,6 +238,11 @@ class DraftOptions:
         )
 
 
+def _drafter_of(drafter: str, tree: tuple[int, ...] | None) -> str:
+    """Fixed widths are esp's: who asks for them and names no drafter means that one."""
+    return "esp" if tree is not None and drafter == "auto" else drafter
+
+
 def with_tree(draft: DraftConfig, text: str) -> DraftConfig:
     """The same settings with another tree, and as many masks as its depths need.
 
@@ -245,7 +250,8 @@ def with_tree(draft: DraftConfig, text: str) -> DraftConfig:
         ConfigError: neither ``dynamic`` nor usable widths.
     """
     tree = parse_tree(text)
-    return dataclasses.replace(draft, tree=tree, masks=max(draft.masks, len(tree or ())))
+    drafter = _drafter_of(draft.drafter, tree)
+    return dataclasses.replace(draft, drafter=drafter, tree=tree, masks=max(draft.masks, len(tree or ())))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,6 +309,10 @@ class SamplingOptions:
         int | None, _sample("--logprobs", text="With --json: log-probabilities of each token and its N rivals.")
     ] = None
     ignore_eos: Annotated[bool, _sample("--ignore-eos", text="Go on after the end of the answer.")] = False
+    prediction_file: Annotated[
+        Path | None,
+        _sample("--prediction-file", text="File with text that the answer may repeat; drafter auto uses it."),
+    ] = None
 
     def params(self) -> GenerationParams:
         """Checked settings.
@@ -337,6 +347,7 @@ class SamplingOptions:
             seed=None if self.seed == -1 else self.seed,
             logprobs=self.logprobs,
             ignore_eos=self.ignore_eos,
+            prediction=None if self.prediction_file is None else read_text(self.prediction_file),
         )
 
     def _schema(self) -> Mapping[str, Any] | None:

@@ -216,11 +216,13 @@ class TargetModel:
         contexts: those made from it and still alive.
         capability: what speculation may use; found out at load.
         cache: facts measured about this file.
+        remember: whether sessions store there what they learned about drafting, for the next program that loads it.
     """
 
     def __init__(self, spec: str, config: ModelConfig | None = None, *, progress: hub.Progress | None = None) -> None:
         self.config = config or ModelConfig()
         self.pointer: Any = None
+        self.remember = False
         self._tokenizer: Tokenizer | None = None
         self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self.path: Path = hub.resolve(spec, progress=progress)
