@@ -84,6 +84,9 @@ def test_exact_mode_holds_for_every_quantisation(
         DraftConfig("esp", block_complexity=30, mask_init="sigma:5"),
         DraftConfig("esp", block_complexity=30, mask_init="sample", seed=3),
         DraftConfig("esp", block_complexity=30, mask_init="last-k", mask_update=0.5),
+        DraftConfig("auto"),
+        DraftConfig("auto", cost="flat", block_complexity=30),
+        DraftConfig("auto", cost="flat", masks=2, dense=True),
     ],
     ids=str,
 )
