@@ -152,7 +152,7 @@ def test_the_page_and_its_files(model: Model, page: Path) -> None:
         index = server.http.get("/")
         assert index.text == "<p>hello"
         assert index.headers["content-type"] == "text/html; charset=utf-8"
-        assert "default-src 'self'" in index.headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in index.headers["content-security-policy"]
         for name, kind in (("app.js", "text/javascript"), ("style.css", "text/css"), ("deep/x.svg", "image/svg+xml")):
             response = server.http.get(f"/static/{name}")
             assert response.headers["content-type"].split(";")[0] == kind

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import signal
 import socket
 import sys
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["ServeOptions", "config_text", "serve"]
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-HEADER_BYTES = 32 << 10  # of the request line and all headers
 LAST_SECONDS = 2  # for the messages that tell clients that the server goes
 CLOSE_SECONDS = 10
+LOAD_SECONDS = 5  # that a load may go on after a signal
 
 
 def _server(*names: str, text: str, **more: Any) -> Any:
@@ -231,20 +232,28 @@ class _Run:
 
     def run(self) -> None:
         """Serve until a signal comes, or until the model turns out not to load."""
-        for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them once more when it has stopped
-            signal.signal(number, lambda *_: None)
+        for number in (signal.SIGINT, signal.SIGTERM):  # before uvicorn looks, and once more when it has stopped
+            signal.signal(number, self._stop)
         note(f"loading; {self._url}/health says when the model is there")
         loading = threading.Thread(target=self._load, name="load", daemon=True)
         loading.start()
         try:
             self._server.run(sockets=[self._listener])
         finally:
+            loading.join(LOAD_SECONDS)
+            if loading.is_alive():  # in compiled code, under which the interpreter cannot end in peace
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0 if sys.exc_info()[0] is None else 1)
             if self._engine is not None:
                 model = self._engine.model
                 self._engine.close(CLOSE_SECONDS)
                 model.close()
         if self._failure is not None:
             raise self._failure
+
+    def _stop(self, *_: object) -> None:
+        self._server.should_exit = True
 
     def _load(self) -> None:
         try:
@@ -276,7 +285,7 @@ def _graceful_server(app: Any, service: Service, timeout: int) -> uvicorn.Server
     config = uvicorn.Config(
         app,
         http="h11",  # the one with a limit on headers
-        h11_max_incomplete_event_size=HEADER_BYTES,
+        h11_max_incomplete_event_size=service.settings.max_header_bytes,
         ws="none",
         log_config=None,
         server_header=False,

@@ -12,6 +12,7 @@ from typing import Any
 
 from esp_edge.config import MAX_BLOCK, DraftConfig, GenerationParams
 from esp_edge.drafters.base import Budget
+from esp_edge.drafters.draft_model import DraftModelDrafter
 from esp_edge.engine.cache import Part, PromptPrefill, SharedCache
 from esp_edge.engine.slot import Request, Settings, Slot
 from esp_edge.engine.ticket import Ticket
@@ -88,6 +89,7 @@ class Engine:
         self._queue: deque[Request] = deque()
         self._accepting = True
         self._stopping = False
+        self._submitting = 0  # calls of submit that use the model now
         self._rounds = 0
         self._answer_s = _FIRST_GUESS_S
         self._totals = dict.fromkeys(
@@ -114,7 +116,16 @@ class Engine:
         """
         with self._changed:
             self._require_room()
-        settings = self._settle(draft or self._default)
+            self._submitting += 1
+        try:
+            return self._submit(prompt, params, draft or self._default)
+        finally:
+            with self._changed:
+                self._submitting -= 1
+                self._changed.notify_all()
+
+    def _submit(self, prompt: Prompt, params: GenerationParams | None, draft: DraftConfig) -> Ticket:
+        settings = self._settle(draft)
         generation = Generation(self.model, prompt, params)
         ticket = Ticket(generation, self._position)
         if generation.limit == 0:
@@ -179,6 +190,8 @@ class Engine:
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            with self._changed:  # the model may be closed after this
+                self._changed.wait_for(lambda: not self._submitting)
         atexit.unregister(self.close)
 
     def __enter__(self) -> Engine:
@@ -205,6 +218,9 @@ class Engine:
 
     def _settle(self, draft: DraftConfig) -> Settings:
         """Check draft settings and resolve ``auto`` in them; measures once per model file where needed."""
+        found = self._settings.get(draft)
+        if found is not None:
+            return found  # does not wait while other settings are measured
         with self._settling:
             found = self._settings.get(draft)
             if found is None:
@@ -377,6 +393,8 @@ class Engine:
     def _end(self, request: Request, outcome: str, error: Exception | None = None) -> None:
         with self._changed:
             self._totals[outcome] += 1
+        if request.drafter is not None and isinstance(request.drafter[2], DraftModelDrafter):
+            request.drafter[2].close()  # it ends in the queue: no slot keeps the drafter
         request.ticket.finish(error)
 
     def _fail(self, slot: Slot, error: Exception) -> None:

@@ -9,6 +9,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -98,6 +99,8 @@ def schema_to_grammar(schema: Any) -> str:
 
 
 _stderr = threading.Lock()
+_PARSER = "error parsing grammar: "
+_MOST_HEARD = 1 << 16
 
 
 def _scratch() -> IO[bytes]:
@@ -126,9 +129,14 @@ def _listening(make: Callable[[], Any]) -> tuple[Any, ValueError | None, str]:
             os.dup2(saved, 2)
             os.close(saved)
         file.seek(0)
-        lines = [*file.read(4096).decode("utf-8", "replace").splitlines(), *log]
-    said = next((line for line in lines if line.strip()), "")
-    return made, failed, said.rpartition("error parsing grammar: ")[2].strip()[:200]
+        heard = file.read(_MOST_HEARD)
+        if failed is None and heard:
+            with suppress(OSError):
+                os.write(2, heard)
+    # other threads write there too: their lines are not this caller's
+    lines = [line for line in heard.decode("utf-8", "replace").splitlines() if _PARSER in line]
+    said = next((line for line in (*lines, *log) if line.strip()), "")
+    return made, failed, said.rpartition(_PARSER)[2].strip()[:200]
 
 
 class Sampler:

@@ -2,7 +2,8 @@
 
 ::
 
-    counting -> CORS headers -> origin -> API key -> size and nesting of the body -> route -> plan -> batch -> reply
+    counting -> CORS headers -> size of the headers -> origin -> API key -> size and nesting of the body
+    -> route -> plan -> batch -> reply
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from esp_edge import __version__
 from esp_edge.server import chat, completions, embeddings, errors, info, pages
 from esp_edge.server.schemas import ErrorReply
-from esp_edge.server.security import BodyGuard, KeyGuard, OriginGuard
+from esp_edge.server.security import BodyGuard, HeaderGuard, KeyGuard, OriginGuard
 from esp_edge.server.service import EngineLike, Service, in_thread
 from esp_edge.server.settings import ServerSettings
 
@@ -77,6 +78,7 @@ def _add_layers(app: FastAPI, service: Service) -> None:
     public = pages.page_paths() if settings.web else []
     app.add_middleware(KeyGuard, keys=settings.api_keys, public=public)
     app.add_middleware(OriginGuard, origins=settings.cors_origins, host=settings.host)
+    app.add_middleware(HeaderGuard, max_bytes=settings.max_header_bytes)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=list(settings.cors_origins),
@@ -100,10 +102,22 @@ class _Counting:
             await self._app(scope, receive, send)
             return
 
+        begun = False
+
+        def count(status: int) -> None:
+            nonlocal begun
+            begun = True
+            path = getattr(scope.get("route"), "path", "other")  # a path of a client would be a label without end
+            self._http.labels(path, str(status)).inc()
+
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                path = getattr(scope.get("route"), "path", "other")  # a path of a client would be a label without end
-                self._http.labels(path, str(message["status"])).inc()
+                count(message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted)
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            if not begun:
+                count(500)  # answered further out
+            raise

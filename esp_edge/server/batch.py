@@ -42,6 +42,7 @@ class Batch:
 
     Attributes:
         stats: of each ask, once it has begun.
+        failed: done with the error that ended them all.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Batch:
         self._running = 0
         self._closed = False
         self.stats: dict[int, GenerationStats] = {}
+        self.failed: asyncio.Future[Exception] = self._loop.create_future()
         service.batches.add(self)
 
     async def chunks(self) -> AsyncIterator[tuple[int, Chunk]]:
@@ -72,6 +74,7 @@ class Batch:
                 self._timers[index].end("finished")
                 await self._submit()
             elif isinstance(item, BaseException):
+                self._timers[index].end("failed")
                 raise to_api_error(item, self._fields)
             else:
                 self.stats[index] = item.stats
@@ -112,6 +115,8 @@ class Batch:
     def fail(self, error: Exception) -> None:
         """End all answers with an error."""
         self._queue.put_nowait((0, error))
+        if not self.failed.done():
+            self.failed.set_result(error)
 
     def close(self) -> None:
         """Cancel what is still being made; calling it twice is harmless."""

@@ -135,7 +135,7 @@ _MOST_SHOWN = 60
 def shown(value: object) -> str:
     """A value as a message shows it: short, on one line, as in JSON but for texts."""
     names = {None: "null", True: "true", False: "false"}
-    text = names[value] if value is None or isinstance(value, bool) else repr(value)
+    text = names[value] if value is None or isinstance(value, bool) else repr(value)[: _MOST_SHOWN + 1]
     text = "".join(char if char.isprintable() else " " for char in text)
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
 
@@ -198,10 +198,16 @@ def _known(_request: Request, error: Exception) -> Json:
     return to_api_error(error).response()
 
 
+def _unexpected(_request: Request, error: Exception) -> Json:
+    found = to_api_error(error)
+    found.headers["Connection"] = "close"  # Starlette raises the error again, for which uvicorn closes it
+    return found.response()
+
+
 def install(app: FastAPI) -> None:
     """Give an application these answers instead of FastAPI's own."""
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ApiError, _known)
     app.add_exception_handler(EspEdgeError, _known)
-    app.add_exception_handler(Exception, _known)
+    app.add_exception_handler(Exception, _unexpected)

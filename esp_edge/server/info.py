@@ -78,11 +78,15 @@ def _add_tokens(router: APIRouter, service: Service) -> None:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """Text of token ids."""
         tokenizer = service.model.tokenizer
-        try:
+
+        def text() -> str:
             ids = check_ids(body.tokens, tokenizer.n_vocab)
+            return b"".join(map(tokenizer.raw_piece, ids)).decode("utf-8", "replace")
+
+        try:
+            return Json({"content": await in_thread(text)})
         except PromptError as error:
             raise ApiError(400, str(error), param="tokens") from None
-        return Json({"content": b"".join(map(tokenizer.raw_piece, ids)).decode("utf-8", "replace")})
 
 
 def _piece(data: bytes) -> str | list[int]:

@@ -1,5 +1,6 @@
 """Who may call, and how much they may send. Plain ASGI layers around the application, outermost first:
 
+``HeaderGuard``  size of the request line and headers
 ``OriginGuard``  a page of another site may not make a browser call this server, readable or not
 ``KeyGuard``     an API key, when the server has any
 ``BodyGuard``    size and nesting of a body, before anything parses it
@@ -18,9 +19,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from esp_edge.server.errors import ApiError
 from esp_edge.server.settings import is_loopback
 
-__all__ = ["BodyGuard", "KeyGuard", "OriginGuard", "is_too_deep"]
+__all__ = ["BodyGuard", "HeaderGuard", "KeyGuard", "OriginGuard", "is_too_deep"]
 
 PUBLIC = frozenset(("/health", "/v1/health"))
+
+
+class HeaderGuard:
+    """Refuses a request whose line and headers are too large; h11 does so only where they come in several pieces."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "http":
+            line = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+            if line + sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_bytes:
+                message = f"the request line and headers may have {self._max_bytes} bytes, but these have more"
+                error = ApiError(431, message, code="headers_too_large", headers={"Connection": "close"})
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class OriginGuard:

@@ -11,6 +11,7 @@ from esp_edge.errors import ConfigError
 __all__ = ["ServerSettings", "is_loopback"]
 
 DEFAULT_BODY_BYTES = 8 << 20
+DEFAULT_HEADER_BYTES = 32 << 10
 
 
 def is_loopback(host: str) -> bool:
@@ -36,6 +37,7 @@ class ServerSettings:
         web: serve the page at ``/``.
         metrics: serve counters at ``/metrics``.
         max_body_bytes: of a request.
+        max_header_bytes: of a request line and all headers.
         max_nesting: brackets that JSON may nest.
         max_choices: answers of one request, prompts times n.
         draft: how drafts are made unless a request says otherwise: what the engine was given.
@@ -53,6 +55,7 @@ class ServerSettings:
     web: bool = True
     metrics: bool = True
     max_body_bytes: int = DEFAULT_BODY_BYTES
+    max_header_bytes: int = DEFAULT_HEADER_BYTES
     max_nesting: int = 200
     max_choices: int = 256
     draft: DraftConfig = field(default_factory=DraftConfig)

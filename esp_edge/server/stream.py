@@ -33,25 +33,31 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, _Found]) -> _Found:
-    """The result of ``work``; ends it and raises _GoneError as soon as the client leaves."""
+async def _unless_gone(request: Request, batch: Batch | None, work: Coroutine[Any, Any, _Found]) -> _Found:
+    """The result of ``work``; ends it and raises _GoneError as soon as the client leaves, or what failed the batch."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_until_gone(request))
+    failing = [] if batch is None else [batch.failed]
+    waiting: set[asyncio.Future[Any]] = {working, watching, *failing}
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise _GoneError
-        return working.result()
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        for failed in failing:
+            if failed.done():
+                raise failed.result()
+        raise _GoneError
     finally:
         for task in (working, watching):
             task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        if working.done() or not any(failed.done() for failed in failing):  # a shutdown waits for no thread
+            await asyncio.gather(working, watching, return_exceptions=True)
 
 
 async def reply(request: Request, batch: Batch | None, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
     """The JSON document that ``work`` makes, of a batch or of something else."""
     try:
-        return Json(await _unless_gone(request, work))
+        return Json(await _unless_gone(request, batch, work))
     except _GoneError:
         return Response(status_code=GONE)
     finally:
@@ -93,7 +99,7 @@ async def stream(
     """
     first = asyncio.ensure_future(_next(documents))
     try:
-        await _unless_gone(request, _settled(first, service.settings.ping_seconds))
+        await _unless_gone(request, batch, _settled(first, service.settings.ping_seconds))
         if first.done():
             first.result()
     except BaseException as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -136,7 +137,7 @@ def make_offer(tools: Sequence[Tool] | None, choice: str | NamedChoice | None) -
     """
     documents = tuple(tool.model_dump(exclude_none=True) for tool in tools or ())
     names = tuple(document["function"]["name"] for document in documents)
-    repeated = next((name for name in names if names.count(name) > 1), None)
+    repeated = next((name for name, n in Counter(names).items() if n > 1), None)
     if repeated is not None:
         raise ApiError(400, f"every function needs a name of its own, but {repeated!r} is there twice", param="tools")
     if isinstance(choice, NamedChoice):
