@@ -167,8 +167,11 @@ def _fitted(plan: Plan, folder: Path, clock: Clock, say: Say) -> tuple[Plan, str
         say(f"{plan.models[0].name}: {seconds:.1f} s a question, {n} of {len(plan.questions)} asked; device: {device}")
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, {"questions": n, "seconds_a_question": round(seconds, 3), "device": device})
-    known = json.loads(file.read_text("utf-8"))
-    return replace(plan, questions=plan.questions[: known["questions"]]), known["device"]
+    try:
+        known = json.loads(file.read_text("utf-8"))
+        return replace(plan, questions=plan.questions[: known["questions"]]), known["device"]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{file} is damaged: delete it, or use another --out directory") from None
 
 
 def _trial(plan: Plan) -> tuple[float, float, str]:

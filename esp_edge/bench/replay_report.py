@@ -9,7 +9,7 @@ from typing import Any
 from esp_edge.bench.plots import category_figure, depth_figure, drafter_figure, save_figure
 from esp_edge.bench.replay import Replayed
 from esp_edge.bench.report import category_table, depth_table, lane_name, markdown_table
-from esp_edge.bench.results import write_json
+from esp_edge.bench.results import make_folder, write_json
 from esp_edge.bench.summary import ALL
 from esp_edge.bench.trace_file import Trace
 from esp_edge.errors import ConfigError
@@ -54,7 +54,7 @@ def overview(document: Document) -> str:
 
 def write_replay(document: Document, out: Path, *, plots: bool = True) -> None:
     """``replay.json``, ``replay.md`` and, with ``plots``, PNG and SVG files below ``plots``."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     write_json(out / "replay.json", dict(document))
     figures = _plots(document, out / PLOTS) if plots else []
     (out / "replay.md").write_text(_report(document, figures), "utf-8")

@@ -17,7 +17,17 @@ from esp_edge.bench.spec import is_peer
 from esp_edge.errors import ConfigError
 from esp_edge.metrics import GenerationStats
 
-__all__ = ["NEAR_TIE", "STOCK_KIND", "Difference", "Record", "RunDirectory", "Turn", "Unit", "write_json"]
+__all__ = [
+    "NEAR_TIE",
+    "STOCK_KIND",
+    "Difference",
+    "Record",
+    "RunDirectory",
+    "Turn",
+    "Unit",
+    "make_folder",
+    "write_json",
+]
 
 NEAR_TIE = 0.25  # log-probability between plain decoding's token and the other one (docs: exactness)
 STOCK_KIND = "stock"
@@ -155,6 +165,18 @@ def _tupled(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def make_folder(path: Path) -> None:
+    """Make a directory for results, if it is not there; commands do it before they measure.
+
+    Raises:
+        ConfigError: there is a file.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigError(f"--out needs a directory, but {path} is a file; name another") from None
+
+
 def write_json(path: Path, document: Any) -> None:
     """Write a document under its final name at once: never half of it."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -181,7 +203,7 @@ class RunDirectory:
             ConfigError: it was made with other settings (each one is named), or holds something else.
         """
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         self.settings = _plain_json(settings)
         self.machine = self._same_run(_plain_json(machine))
         self.records = {line.unit: line for line in _read_lines(path / RECORDS, Record.from_document)}
@@ -235,7 +257,9 @@ def _comparable(machine: Mapping[str, Any]) -> dict[str, Any]:
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     for name in dict.fromkeys([*before, *now]):
         old, new = before.get(name), now.get(name)
-        if old != new:
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from (f"{name}.{change}" for change in _changes(old, new))
+        elif old != new:
             yield f"{name} {_difference(old, new)}"
 
 

@@ -17,7 +17,7 @@ from esp_edge.bench.peers import Peer
 from esp_edge.bench.questions import Question
 from esp_edge.bench.results import Record, RunDirectory, Turn, Unit
 from esp_edge.bench.spec import PEER, PLAIN, Lane
-from esp_edge.config import DraftConfig, GenerationParams, ModelConfig
+from esp_edge.config import MAX_EXACT_BLOCK, DraftConfig, GenerationParams, ModelConfig
 from esp_edge.errors import ConfigError, ContextLengthError
 from esp_edge.models import gguf
 from esp_edge.models.cache import ModelCache, fingerprint
@@ -81,6 +81,12 @@ class Plan:
             raise ConfigError(
                 f"{PEER} draws with a generator of its own, so sampled answers cannot be compared: use --temp 0 or "
                 f"drop --peer"
+            )
+        rows = max((lane.draft.rows for lane in self.lanes if not lane.stock and lane.peer is None), default=1)
+        if self.config.exact and rows > MAX_EXACT_BLOCK:
+            raise ConfigError(
+                f"exact mode allows a block complexity of {MAX_EXACT_BLOCK}, but {rows} was given; lower "
+                "--block-complexity or the tree widths"
             )
         names = [model.name for model in self.models]
         twice = sorted({name for name in names if names.count(name) > 1})

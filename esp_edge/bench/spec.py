@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from esp_edge import config
-from esp_edge.config import DraftConfig, parse_tree
+from esp_edge.config import DraftConfig, ModelConfig, parse_tree
 from esp_edge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = [
     "make_lanes",
     "parse_drafters",
     "parse_numbers",
+    "parse_threads",
     "split_list",
     "with_stock",
 ]
@@ -211,6 +212,17 @@ def parse_numbers(text: str, name: str, *, least: int = 1) -> list[int]:
             raise ConfigError(f"{name} must be {wanted}, but {text!r} was given")
         numbers += range(first, last + 1)
     return list(dict.fromkeys(numbers))
+
+
+def parse_threads(text: str, *, least: int = 1) -> list[int]:
+    """``--threads 1,2`` as :func:`parse_numbers` reads it, each as many as a model may be loaded with.
+
+    Raises:
+        ConfigError: anything else.
+    """
+    counts = parse_numbers(text, "--threads", least=least)
+    ModelConfig(n_threads=max(counts))  # llama.cpp crashes on more
+    return counts
 
 
 # -- lanes -----------------------------------------------------------------------------------------------------------

@@ -67,6 +67,9 @@ class TracePlan:
             raise ConfigError(f"--masks must be 1, 2 or 3, but {self.masks} was given")
         if self.top < 1:
             raise ConfigError(f"--top must be at least 1, but {self.top} was given")
+        for name in self.mask_inits:
+            init, update = split_candidate(name)
+            DraftConfig("esp", mask_init=init, mask_update=update)
         rows = 1 + len(self.mask_inits) * (self.masks + 1) * self.masks
         if rows > _MOST_ROWS:
             raise ConfigError(
@@ -90,9 +93,9 @@ def record_trace(plan: TracePlan, out: Path, *, progress: Progress | None = None
     tell(0, plan.n_answers, f"{plan.file.name}: loading")
     with load(str(plan.file.path), plan.config) as model:
         settings = _settings(plan, model)
-        RunDirectory(out, settings.as_dict(), describe_run(model))
         recorder = Recorder(model, settings, plan.params)
         try:
+            RunDirectory(out, settings.as_dict(), describe_run(model))
             done = 0
             for number, question in enumerate(plan.questions):
                 tell(done, plan.n_answers, f"{plan.file.name}: question {question.question_id}")

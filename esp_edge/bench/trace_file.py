@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from esp_edge.tree import FloatArray, Int32Array
 
 __all__ = ["MaskRows", "Ranked", "Recording", "Trace", "TraceSettings", "is_frozen", "mask_label"]
 
+_KINDS: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str}  # of simple settings
 _SMALL_VOCABULARY = 1 << 16  # token ids are stored in two bytes up to here
 
 
@@ -81,7 +80,11 @@ class TraceSettings:
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> TraceSettings:
         """Raise KeyError or TypeError when the document is none."""
-        return cls(**{**document, "mask_inits": tuple(document["mask_inits"])})
+        settings = cls(**{**document, "mask_inits": tuple(document["mask_inits"])})
+        values = [(one.type, getattr(settings, one.name)) for one in fields(cls)]
+        if not all(isinstance(value, _KINDS.get(str(kind), object)) for kind, value in values):
+            raise TypeError("a value is of another kind")
+        return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +194,7 @@ class Recording:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 return cls._unpacked(arrays, settings)
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error):
+        except Exception:  # numpy, zipfile and tokenize raise a dozen kinds for damaged bytes
             raise ConfigError(f"{path} is no whole answer of a trace: delete it and run bench trace again") from None
 
     @classmethod
@@ -240,7 +243,7 @@ class Trace:
         try:
             document = json.loads((path / "run.json").read_text("utf-8"))
             self.settings = TraceSettings.from_document(document["settings"])
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ConfigError(f"{path} is no trace, it has no run.json: make one with bench trace --out DIR") from None
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{path / 'run.json'} is not of bench trace: name a directory that it made") from None

@@ -52,6 +52,10 @@ def alignment(
     Prints, layer by layer, the cosine of the two for accepted and rejected steps, and the threshold delta* above which
     the true token was always among the mask's first K.
     """
+    if out is not None:
+        from esp_edge.bench.results import make_folder  # noqa: PLC0415
+
+        make_folder(out)
     if out is not None and not no_plots:
         from esp_edge.bench.plots import require_matplotlib  # noqa: PLC0415
 
@@ -98,7 +102,6 @@ def _write(document: dict[str, Any], out: Path, *, plot: bool) -> None:
     from esp_edge.analysis.plots import plot_alignment  # noqa: PLC0415
     from esp_edge.bench.results import write_json  # noqa: PLC0415
 
-    out.mkdir(parents=True, exist_ok=True)
     write_json(out / "alignment.json", document)
     figure = plot_alignment(document, out) if plot and document["n_steps"] else None
     (out / "alignment.md").write_text(report.report(document, figure), "utf-8")

@@ -159,13 +159,15 @@ def cost(
     from esp_edge.bench import plots, report, spec  # noqa: PLC0415 - the rest loads llama.cpp
 
     sizes, lengths = spec.parse_numbers(rows, "--rows"), spec.parse_numbers(contexts, "--contexts", least=0)
-    counts = spec.parse_numbers(threads, "--threads", least=0)
+    counts = spec.parse_threads(threads, least=0)
     if out is not None and not no_plots:
         plots.require_matplotlib()
     from esp_edge.bench.cost import cost_rows  # noqa: PLC0415
     from esp_edge.bench.machine import describe_run  # noqa: PLC0415
-    from esp_edge.bench.results import write_json  # noqa: PLC0415
+    from esp_edge.bench.results import make_folder, write_json  # noqa: PLC0415
 
+    if out is not None:
+        make_folder(out)
     config = ModelConfig(n_gpu_layers=n_gpu_layers)
     with closing(load_model(model, config)) as target, Bar("timing passes") as bar:
         measured = cost_rows(target, sizes, lengths, counts, repeat=repeat, progress=bar.update)
@@ -177,7 +179,6 @@ def cost(
         document = {"machine": machine, "rows": measured}
         name = target.path.name.removesuffix(".gguf")
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         write_json(out / "cost.json", document)
         if not no_plots:
             plots.plot_cost(measured, out, name)

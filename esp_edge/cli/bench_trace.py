@@ -90,9 +90,12 @@ def replay(
         plots.require_matplotlib()
     from esp_edge.bench.replay import replay_lanes  # noqa: PLC0415
     from esp_edge.bench.replay_report import overview, replay_document, write_replay  # noqa: PLC0415
+    from esp_edge.bench.results import make_folder  # noqa: PLC0415
     from esp_edge.bench.trace_file import Trace  # noqa: PLC0415
 
     recorded = Trace(trace)
+    if out is not None:
+        make_folder(out)
     with Bar("replay", shown=True) as bar:
         replayed = replay_lanes(recorded, lanes, progress=bar.update)
     document = replay_document(recorded, replayed, command=shown_command(sys.argv))

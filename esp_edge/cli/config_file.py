@@ -109,18 +109,20 @@ def _defaults(command: Any, tables: Sequence[tuple[str, Mapping[str, Any]]], con
     commands = _subcommands(command)
     if commands:
         where, inner = tables[-1]
+        settings = {key: value for key, value in inner.items() if key not in commands or not isinstance(value, dict)}
+        outer = [*tables[:-1], (where, settings)]  # [model] and [bench.quants] are tables, though flags have the names
         found = {}
         for name, below in commands.items():
             own = inner.get(name)
             table: Mapping[str, Any] = own if isinstance(own, dict) else {}
             if context.command is not command or name == context.invoked_subcommand:  # others may refuse a value
-                found[name] = _defaults(below, [*tables, (_within(where, name), table)], context)
+                found[name] = _defaults(below, [*outer, (_within(where, name), table)], context)
         return found
     flags, values = _flags(command), {}
     for where, table in tables:
         for key, value in table.items():
             flag = flags.get(_key(key))
-            if flag is not None and not (key == "model" and isinstance(value, dict)):  # [model] is a group of commands
+            if flag is not None:
                 values[flag.name] = _value(flag, value, f"{where}: {key}", context)
     return values
 

@@ -257,13 +257,17 @@ def _explained(explanation: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The rows of a table that say why."""
     cost = explanation["cost"]
     one = cost["1"]
-    bands = explanation["calibration"]
+    bands, saved = explanation["calibration"], explanation["saved_ms"]
     rows = [
         ("ms of a pass by rows", ", ".join(f"{n}: {ms:.1f} ({ms / one:.2f}x)" for n, ms in cost.items())),
         ("worth of a millisecond", f"{explanation['price']:.3f} tokens"),
-        ("plain decoding would take", f"{explanation['plain_ms']:.0f} ms, {explanation['saved_ms']:.0f} ms more"),
-        ("predicted / observed", ", ".join(f"{band['predicted']:.2f}/{band['observed']:.2f}" for band in bands)),
     ]
+    if explanation["plain_ms"]:  # there was a decode pass
+        compared = f"{abs(saved):.0f} ms {'more' if saved >= 0 else 'less'}"
+        rows.append(("plain decoding would take", f"{explanation['plain_ms']:.0f} ms, {compared}"))
+    if bands:
+        told = ", ".join(f"{band['predicted']:.2f}/{band['observed']:.2f}" for band in bands)
+        rows.append(("predicted / observed", told))
     if explanation["mask_gain"] is not None:
         rows.append(("tokens that masks bring", f"{explanation['mask_gain']:.2f} a pass"))
     if explanation["reason"]:

@@ -48,9 +48,9 @@ def tune(
     """
     if apply and reset:
         raise typer.BadParameter("give either --apply or --reset, not both", param_hint="'--apply'")
-    from esp_edge.bench.spec import parse_numbers  # noqa: PLC0415 - the rest loads llama.cpp
+    from esp_edge.bench.spec import parse_threads  # noqa: PLC0415 - the rest loads llama.cpp
 
-    counts = parse_numbers(threads, "--threads") if threads else []
+    counts = parse_threads(threads) if threads else []
     with closing(load_model(model, ModelConfig(n_gpu_layers=n_gpu_layers))) as target:
         if reset:
             _remember(target, 0)

@@ -161,7 +161,7 @@ class FusedDrafter:
             return
         try:
             weights = np.array(document.get("weights"), np.float32)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             return
         if weights.shape == prior_weights().shape and np.isfinite(weights).all():
             self.core.weights = weights

@@ -70,6 +70,6 @@ class ModelCache:
     def _read(self) -> dict[str, Any]:
         try:
             document = json.loads(self._file.read_text("utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return document if isinstance(document, dict) else {}

@@ -73,6 +73,6 @@ class EmbeddingTable:
         try:
             mean, std = np.array(stored["mean"], np.float32), np.array(stored["std"], np.float32)
             fits = mean.shape == std.shape == (self.n_embd,) and stored["scale"] == self._scale
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return None  # nothing stored, or by something else
-        return (mean, std) if fits else None
+        return (mean, std) if fits and np.isfinite(mean).all() and np.isfinite(std).all() else None

@@ -133,11 +133,11 @@ class CostCurve:
                 )
             points = {int(c): {int(n): float(ms) for n, ms in found.items()} for c, found in document["points"].items()}
             own = [float(value) for value in document["own"]]
-        except (KeyError, TypeError, ValueError, AttributeError):
+            if not all(abs(value) < 3.0 for value in own):
+                raise ConfigError("a cost curve's corrections are logarithms below 3: measure again with esp-edge tune")
+            return cls(points, own)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise ConfigError("this document is no cost curve: measure again with esp-edge tune") from None
-        if not all(abs(value) < 3.0 for value in own):
-            raise ConfigError("a cost curve's corrections are logarithms below 3: measure again with esp-edge tune")
-        return cls(points, own)
 
     # -- building --------------------------------------------------------------------------------------------------
 

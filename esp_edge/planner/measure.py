@@ -71,7 +71,7 @@ def load_curve(
 ) -> CostCurve:
     """T(n) of this model file, with these settings, on this device: from the disk, or measured and stored.
 
-    What was measured beside a busy program (``curve.spread`` of 1.25 and more) is used, but not stored.
+    What was measured beside a busy program is used, but not stored (:func:`save_curve`).
 
     Args:
         redo: measure even if a curve is stored.
@@ -86,13 +86,17 @@ def load_curve(
             except ConfigError:  # cut off, or written by hand
                 break
     curve = (measure or measure_curve)(model, progress=progress)
-    if curve.spread < _BUSY:
-        save_curve(model, curve)
+    save_curve(model, curve)
     return curve
 
 
 def save_curve(model: TargetModel, curve: CostCurve) -> None:
-    """Store a curve with what its passes taught it, for the next run with these settings."""
+    """Store a curve with what its passes taught it, for the next run with these settings.
+
+    Not one measured beside a busy program (``curve.spread`` of 1.25 and more): passes correct few of its sizes.
+    """
+    if curve.spread >= _BUSY:
+        return
     settings = curve_settings(model)
     others = [entry for entry in _stored(model) if entry["settings"] != settings]
     newest = {"settings": settings, "curve": curve.to_document()}
