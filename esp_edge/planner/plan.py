@@ -12,6 +12,7 @@ __all__ = ["Planner"]
 
 _MEMORY = 0.97  # a pass counts this much less with every later one
 _LOOK_EVERY = 13  # passes whose time refines the curve; looking at every one would cost as much as drafting
+_LOOK_FIRST = 8  # passes of a size that are looked at all the same: the curve may be of another hour of this machine
 _FIRST_PASSES = 8.0  # passes that the starting price is worth
 _SHOWN = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 60)
 _RARELY = 1.1  # rows a pass below which speculation is as good as off
@@ -36,6 +37,7 @@ class Planner:
         self._tokens = 0.0
         self._ms = 0.0
         self._n_passes = 0
+        self._n_looks: dict[int, int] = {}  # by rows
 
     @property
     def masks_may_pay(self) -> bool:
@@ -59,7 +61,9 @@ class Planner:
         self._tokens = _MEMORY * self._tokens + tokens
         self._ms = _MEMORY * self._ms + self.curve.ms(rows, context)
         self._n_passes += 1
-        if self._refine and self._n_passes % _LOOK_EVERY == 0:
+        looks = self._n_looks.get(rows, 0)
+        if self._refine and (looks < _LOOK_FIRST or self._n_passes % _LOOK_EVERY == 0):
+            self._n_looks[rows] = looks + 1
             self.curve.observe(rows, context, ms)
 
     def explain(self, stats: GenerationStats, context: int) -> dict[str, Any]:
