@@ -269,7 +269,10 @@ class Drafting:
     def _make_planner(self, config: DraftConfig) -> Planner:
         if config.cost == "flat":
             return Planner(CostCurve.flat(), refine=False)
-        return Planner(load_curve(self.model, progress=self._progress))
+        curve = self.model.curve
+        if not isinstance(curve, CostCurve):  # sessions of one model share it, and what passes taught it
+            curve = self.model.curve = load_curve(self.model, progress=self._progress)
+        return Planner(curve)
 
     def _start(self, params: GenerationParams, n_prompt: int) -> tuple[Drafter, GenerationStats]:
         draft, note = self._draft, None

@@ -698,7 +698,7 @@ def document(*argv: str) -> dict[str, Any]:
 @pytest.mark.model
 def test_document_of_a_real_answer_is_the_same_with_and_without_drafts() -> None:
     wanted = ("--exact", "-n", "12", *FAST, "What is the capital of France?")
-    plain, drafted = document("--drafter", "none", *wanted), document("--logprobs", "2", *wanted)
+    plain, drafted = document("--drafter", "none", *wanted), document("--drafter", "esp", "--logprobs", "2", *wanted)
     assert drafted["token_ids"] == plain["token_ids"]
     assert set(STATS_KEYS.split()) <= set(drafted["stats"])
     assert drafted["stats"]["draft_tokens"] > 0 == plain["stats"]["draft_tokens"]
@@ -723,6 +723,8 @@ def test_raw_prompt_under_the_names_of_llama_cpp() -> None:
         "-n",
         "2",
         "--stats",
+        "--drafter",
+        "esp",
         "--raw",
         *FAST,
         stdin=b"The capital of France is\n",
@@ -743,7 +745,7 @@ def test_batch_of_real_requests(tmp_path: Path) -> None:
         {"id": "same", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0.8, "seed": 3},
         {"id": "broken", "messages": [{"content": "Hi"}]},
     )
-    code, out, err = run("generate", "--jsonl", file, "--raw", "-n", "3", *FAST)
+    code, out, err = run("generate", "--jsonl", file, "--raw", "-n", "3", "--drafter", "esp", *FAST)
     found = {entry["id"]: entry for entry in map(json.loads, out.splitlines())}
     assert list(found) == ["short", "long", "ids", "again", "chat", "same", "broken"]
     assert code == 1
@@ -764,7 +766,7 @@ def test_a_schema_shapes_the_answer() -> None:
 
 @pytest.mark.model
 def test_ctrl_c_ends_with_130_and_keeps_the_text() -> None:
-    argv = command("generate", "--raw", "--ignore-eos", *FAST, "-c", "4096", "Once upon a time")
+    argv = command("generate", "--raw", "--ignore-eos", "--drafter", "esp", *FAST, "-c", "4096", "Once upon a time")
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
         assert process.stdout is not None
         first = os.read(process.stdout.fileno(), 1)
@@ -778,7 +780,7 @@ def test_ctrl_c_ends_with_130_and_keeps_the_text() -> None:
 
 @pytest.mark.model
 def test_a_reader_that_leaves_is_no_error() -> None:
-    argv = command("generate", "--raw", "--ignore-eos", *FAST, "-c", "4096", "Once upon a time")
+    argv = command("generate", "--raw", "--ignore-eos", "--drafter", "esp", *FAST, "-c", "4096", "Once upon a time")
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
         assert process.stdout is not None
         os.read(process.stdout.fileno(), 1)

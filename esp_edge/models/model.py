@@ -216,6 +216,7 @@ class TargetModel:
         contexts: those made from it and still alive.
         capability: what speculation may use; found out at load.
         cache: facts measured about this file.
+        curve: what passes cost here, once a session has measured it (:mod:`esp_edge.planner`).
         remember: whether sessions store there what they learned about drafting, for the next program that loads it.
     """
 
@@ -223,6 +224,7 @@ class TargetModel:
         self.config = config or ModelConfig()
         self.pointer: Any = None
         self.remember = False
+        self.curve: object = None
         self._tokenizer: Tokenizer | None = None
         self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self.path: Path = hub.resolve(spec, progress=progress)
