@@ -95,9 +95,6 @@ class BatchPass:
     def clear_memory(self) -> None:
         """Free every cell of the context; its steps must forget theirs."""
 
-    def free(self, sequence: int) -> None:
-        """Free the cells parked in a sequence."""
-
     @property
     def n_rows(self) -> int: ...
     @property
