@@ -109,6 +109,17 @@ def explain(plain: Session, turns: Sequence[str], params: GenerationParams, foun
         answer = converse(plain, turns[: at.turn + 1], replace(params, logprobs=rivals))[-1]
         top2, margin = _margins(answer, at)
         kind = "near-tie" if margin is not None and margin <= NEAR_TIE else "different"
+    return _difference(found, at, kind, top2, margin)
+
+
+def stock_difference(found: Record, at: Parting) -> Difference:
+    """A difference of stock plain decoding from the exact one: both are the model's own choices, nothing failed."""
+    return _difference(found, at, STOCK_KIND)
+
+
+def _difference(
+    found: Record, at: Parting, kind: str, top2: float | None = None, margin: float | None = None
+) -> Difference:
     return Difference(
         model=found.model,
         repeat=found.repeat,
@@ -123,25 +134,6 @@ def explain(plain: Session, turns: Sequence[str], params: GenerationParams, foun
         top2_margin=top2,
         margin=margin,
         kind=kind,
-    )
-
-
-def stock_difference(found: Record, at: Parting) -> Difference:
-    """A difference of stock plain decoding from the exact one: both are the model's own choices, nothing failed."""
-    return Difference(
-        model=found.model,
-        repeat=found.repeat,
-        question_id=found.question_id,
-        category=found.category,
-        drafter=found.drafter,
-        block_complexity=found.block_complexity,
-        turn=at.turn,
-        position=at.position,
-        expected=at.expected,
-        found=at.found,
-        top2_margin=None,
-        margin=None,
-        kind=STOCK_KIND,
     )
 
 
