@@ -28,7 +28,7 @@ ROW_WIDTH = 16  # best next tokens read of every node
 MASK_WIDTH = 48  # and of a mask
 LEARNING_RATE = 0.02
 MARGIN = 1.05  # times its price that a row must promise: predictions are best where they were chosen for being high
-TRUST_MEMORY = 0.97  # a drafted pass counts this much less with every later one
+TRUST_MEMORY = 0.98  # a pass counts this much less with every later one
 TRUST_PRIOR = 6.0  # tokens that the first trust is worth
 FIRST_TRUST = 0.9  # share of its promise that a draft is believed to keep before there is proof
 _VERSION = 1  # of stored weights: raise it when a feature changes
@@ -136,9 +136,9 @@ class FusedDrafter:
         self.core.observe(tree.token_ids, tree.parents, path, bonus, ids, logprobs, mask_ids, mask_logprobs)
         if self._masks is not None:
             self._masks.commit(verdict.token_ids)
-        if self._promised > 0:
-            self._predicted = _faded(self._predicted, TRUST_PRIOR) + self._promised
-            self._accepted = _faded(self._accepted, FIRST_TRUST * TRUST_PRIOR) + len(verdict.path)
+        # fading while nothing is drafted as well: drafts that disappointed are tried again later
+        self._predicted = _faded(self._predicted, TRUST_PRIOR) + self._promised
+        self._accepted = _faded(self._accepted, FIRST_TRUST * TRUST_PRIOR) + len(verdict.path)
         self._root = bonus
         self.n_learned += 1
 
