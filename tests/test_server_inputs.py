@@ -203,7 +203,8 @@ def test_a_body_that_is_too_large(server: Running) -> None:
         for _ in range(100):
             yield b" " * (1 << 20)
 
-    assert server.http.post(CHAT, content=endless(), headers=JSON).status_code == 413
+    for _ in range(5):  # a reset on the way would lose the answer now and then
+        assert server.http.post(CHAT, content=endless(), headers=JSON).status_code == 413
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.putrequest("POST", CHAT)
     connection.putheader("Content-Length", str(100 << 30))

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import ipaddress
 from collections.abc import Iterable, Sequence
@@ -21,6 +23,7 @@ from esp_edge.server.settings import is_loopback
 
 __all__ = ["BodyGuard", "HeaderGuard", "KeyGuard", "OriginGuard", "is_too_deep"]
 
+LINGER_SECONDS = 5.0
 PUBLIC = frozenset(("/health", "/v1/health"))
 
 
@@ -37,7 +40,7 @@ class HeaderGuard:
             if line + sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_bytes:
                 message = f"the request line and headers may have {self._max_bytes} bytes, but these have more"
                 error = ApiError(431, message, code="headers_too_large", headers={"Connection": "close"})
-                await error.response()(scope, receive, send)
+                await error.response()(scope, receive, _lingering(receive, send))
                 return
         await self._app(scope, receive, send)
 
@@ -132,8 +135,12 @@ class BodyGuard:
             return
         try:
             body = await self._read(Headers(scope=scope), receive)
-            if body is None:
-                return  # the client left
+        except ApiError as error:
+            await error.response()(scope, receive, _lingering(receive, send))
+            return
+        if body is None:
+            return  # the client left
+        try:
             self._check(body)
         except ApiError as error:
             await error.response()(scope, receive, send)
@@ -175,6 +182,30 @@ class BodyGuard:
         if is_too_deep(body, self._max_nesting):
             message = f"JSON may nest {self._max_nesting} levels deep, but this body nests deeper"
             raise ApiError(400, message, param="body", code="nested_too_deep")
+
+
+def _lingering(receive: Receive, send: Send) -> Send:
+    """``send`` for an answer to a request that was not read to its end.
+
+    Closing a connection with unread bytes resets it, which can take the answer away from a client that is still
+    sending. So the answer goes out whole, and the connection ends when the client has sent all, or after a while.
+    """
+
+    async def drain() -> None:
+        message = await receive()
+        while message["type"] == "http.request" and message.get("more_body"):
+            message = await receive()
+
+    async def sender(message: Message) -> None:
+        if message["type"] != "http.response.body" or message.get("more_body"):
+            await send(message)
+            return
+        await send({**message, "more_body": True})
+        with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+            await asyncio.wait_for(drain(), LINGER_SECONDS)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return sender
 
 
 _STRUCTURE = b'"[]{}'
