@@ -230,6 +230,36 @@ class HiddenStates:
     @property
     def problem(self) -> str: ...
 
+class OpProfile:
+    """Time of every node of the recorded pass of one context."""
+
+    def __init__(self) -> None: ...
+    @property
+    def callback(self) -> int:
+        """Address for llama_context_params.cb_eval."""
+
+    @property
+    def address(self) -> int:
+        """Address for llama_context_params.cb_eval_user_data."""
+
+    @property
+    def separate(self) -> bool:
+        """Compute every node alone, as backends other than the CPU need it."""
+
+    @separate.setter
+    def separate(self, arg: bool, /) -> None: ...
+    def start(self, context: int) -> None:
+        """Forget the last pass and record the next one."""
+
+    def stop(self) -> None: ...
+    def nodes(self) -> list[tuple[str, str, str, str, int, int, float, bool]]:
+        """
+        (op, name, weights, their type, bytes read, multiply-adds, microseconds, scales a norm)
+        """
+
+    @property
+    def problem(self) -> str: ...
+
 class SamplerParams:
     def __init__(self) -> None: ...
     @property
@@ -377,3 +407,17 @@ class FusedDrafter:
         """(sum of predictions, hits, tries) of ten bands of probability"""
 
     def reset_reliability(self) -> None: ...
+
+def install_kernels() -> str:
+    """
+    Offer kernels to ggml's CPU backend: the instruction set, empty = this CPU has none.
+    """
+
+def take_over_weights(model: int, limit: str | None) -> dict[str, int]:
+    """Give a model's matrices to the kernels: how many of which ggml type."""
+
+def ggml_version() -> str:
+    """Version of the ggml library in this process."""
+
+def kernel_products() -> int:
+    """Matrix products computed by the kernels so far."""

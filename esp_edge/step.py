@@ -131,8 +131,8 @@ class Step:
 
     On the CPU the cells stay in position order: accepted nodes that do not directly follow the root are dropped and fed
     again in front of the next root (``refeed``). That costs about a tenth of a row a pass, and without it four answers
-    of five change somewhere at a near-tie. Exact mode also pads one-row passes to two rows and prefills in fixed
-    chunks, because llama.cpp's kernels give other bits for one row and for 64 rows and more.
+    of five change somewhere at a near-tie. Exact mode also prefills in fixed chunks, because llama.cpp's kernels give
+    other bits for 64 rows and more, and pads one-row passes to two rows where these have other bits, too.
 
     Attributes:
         n_past: tokens whose cells are stored.
@@ -146,6 +146,7 @@ class Step:
         self._n_batch = BATCH_ROWS
         self.impl = impl
         self.exact = context.model.config.exact
+        self._pads_lone_rows = context.model.pads_lone_rows
         self.in_order = self.exact or not offloads(context.model.config)
         self._can_embed = capability.masks
         # a pass without masks may use token ids where that cannot change a bit
@@ -248,7 +249,7 @@ class Step:
             tree.token_ids,
             refeed,
             *self._mask_input(tree),
-            1 if self.exact and tree.n_rows == 1 else 0,
+            1 if self._pads_lone_rows and tree.n_rows == 1 else 0,
             self.takes_ids(tree),
         )
         self._check(status)

@@ -19,12 +19,14 @@
 #include "llama/decode_step.hpp"
 #include "llama/embedding_table.hpp"
 #include "llama/hidden_states.hpp"
+#include "llama/op_profile.hpp"
 #include "llama/sampler.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
-void bind_fused(nb::module_ &m); // bindings_fused.cpp
+void bind_fused(nb::module_ &m);   // bindings_fused.cpp
+void bind_kernels(nb::module_ &m); // bindings_kernels.cpp
 
 namespace {
 
@@ -312,6 +314,40 @@ void bind_hidden_states(nb::module_ &m) {
         .def_prop_ro("problem", &HiddenStates::problem);
 }
 
+using NodeTuple =
+    std::tuple<std::string, std::string, std::string, std::string, std::int64_t, std::int64_t, double, bool>;
+
+std::vector<NodeTuple> profiled_nodes(const esp::OpProfile &profile) {
+    std::vector<NodeTuple> found;
+    found.reserve(profile.nodes().size());
+    for (const esp::OpProfile::Node &node : profile.nodes()) {
+        found.emplace_back(ggml_op_name(node.op), node.name, node.weights, ggml_type_name(node.type), node.n_bytes,
+                           node.macs, node.us, node.scales_norm);
+    }
+    return found;
+}
+
+void bind_op_profile(nb::module_ &m) {
+    using esp::OpProfile;
+    nb::class_<OpProfile>(m, "OpProfile", "Time of every node of the recorded pass of one context.")
+        .def(nb::init<>())
+        .def_prop_ro(
+            "callback", [](const OpProfile &) { return reinterpret_cast<std::uintptr_t>(&OpProfile::on_tensor); },
+            "Address for llama_context_params.cb_eval.")
+        .def_prop_ro(
+            "address", [](const OpProfile &self) { return reinterpret_cast<std::uintptr_t>(&self); },
+            "Address for llama_context_params.cb_eval_user_data.")
+        .def_rw("separate", &OpProfile::separate, "Compute every node alone, as backends other than the CPU need it.")
+        .def(
+            "start",
+            [](OpProfile &self, std::uintptr_t context) { self.start(reinterpret_cast<llama_context *>(context)); },
+            "context"_a, "Forget the last pass and record the next one.")
+        .def("stop", &OpProfile::stop)
+        .def("nodes", &profiled_nodes,
+             "(op, name, weights, their type, bytes read, multiply-adds, microseconds, scales a norm)")
+        .def_prop_ro("problem", &OpProfile::problem);
+}
+
 void bind_sampler(nb::module_ &m) {
     using esp::Sampler;
     using esp::SamplerParams;
@@ -399,6 +435,8 @@ NB_MODULE(_native, m) {
     bind_pass(m);
     bind_step(m);
     bind_hidden_states(m);
+    bind_op_profile(m);
     bind_sampler(m);
     bind_fused(m);
+    bind_kernels(m);
 }

@@ -207,7 +207,8 @@ def _part(plan: Plan, key: RunKey, lanes: Sequence[Lane]) -> Plan:
     temperature, exact = key
     params = replace(plan.params, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
     config = replace(plan.config, exact=exact)
-    return replace(plan, lanes=with_stock(lanes) if exact else lanes, params=params, config=config)
+    stock = exact or config.kernels != "stock"
+    return replace(plan, lanes=with_stock(lanes) if stock else lanes, params=params, config=config)
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ CONVENTIONS = """\
 tau and the first speedup are pooled: sum of tokens / sum of passes or time, prefill pass excluded. Spec-Bench takes the
 mean over questions of each question's tokens/s and divides it by plain decoding's, prefill included; its mean accepted
 length is the pooled tau. `mean tau` is the mean over questions. `[keep]` rows carry their tables from question to
-question, all others begin every answer with empty ones. In exact mode `speedup` compares with exact plain decoding,
-which pads its single rows to two; `over stock` compares with plain decoding of the default mode, `none[stock]`, from
-the same run."""
+question, all others begin every answer with empty ones. `speedup` compares with plain decoding
+in the same mode and with the same kernels; `over stock` compares with `none[stock]` of the same run: plain decoding in
+the default mode with llama.cpp's own kernels."""
 PEERS = """\
 `llama-server:` rows are another program, llama.cpp's own server, asked for the same token ids in the same rounds, one
 program computing at a time; `over peer` and `same as peer` compare with its own plain decoding, `llama-server:none`.

@@ -169,10 +169,10 @@ def run_all(
 
 
 def _stock_model(plan: Plan, file: ModelFile) -> AbstractContextManager[Model | None]:
-    """The same file in the default mode where a lane wants it; the weights are mapped once."""
+    """The same file in the default mode, with llama.cpp's kernels, where a lane wants it."""
     if not any(lane.stock for lane in plan.lanes):
         return nullcontext()
-    return load(str(file.path), replace(plan.config, exact=False))
+    return load(str(file.path), replace(plan.config, exact=False, kernels="stock"))
 
 
 def _peer_servers(plan: Plan, model: Model) -> AbstractContextManager[PeerServers | None]:

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 PLAIN = "none"
-STOCK = "none[stock]"  # plain decoding of the default mode, beside a run in exact mode
+STOCK = "none[stock]"  # plain decoding of the default mode with llama.cpp's own kernels
 PEER = "llama-server"  # another program, measured beside ours
 PEER_PLAIN = f"{PEER}:none"
 KEEP = "keep"  # the setting that carries tables from one request to the next
@@ -67,7 +67,7 @@ class Lane:
     Attributes:
         label: of the drafter, options included.
         draft: its settings.
-        stock: whether it runs in the default mode although the run is an exact one.
+        stock: whether it runs in the default mode with llama.cpp's own kernels, whatever the run does.
         peer: how another program makes the drafts; ``draft`` has no meaning then.
     """
 
@@ -244,8 +244,9 @@ def make_lanes(specs: Sequence[DrafterSpec], block_complexities: Sequence[int]) 
 
 
 def with_stock(lanes: Sequence[Lane]) -> list[Lane]:
-    """The lanes of an exact run and, last, plain decoding in the default mode.
+    """The lanes of a run and, last, plain decoding as llama.cpp does it: in the default mode, with its own kernels.
 
-    Exact mode slows plain decoding itself down (it pads single rows), so a speedup over it alone would flatter.
+    Exact mode can slow plain decoding itself down (padded rows), and our kernels speed it up: a speedup over the run's
+    own plain decoding alone would flatter or understate.
     """
     return [*lanes, Lane(STOCK, DraftConfig(PLAIN), stock=True)]

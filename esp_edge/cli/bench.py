@@ -89,7 +89,7 @@ def specbench(
     from esp_edge.bench.specbench import measure  # noqa: PLC0415
 
     config = load.config()
-    if config.exact:
+    if config.exact or config.kernels != "stock":
         lanes = spec.with_stock(lanes)
     files = [model_file(name) for name in model or ["smollm2"]]
     plan = Plan(files, config, [*lanes, *peer_lanes], chosen, params, repeat, program)

@@ -12,13 +12,14 @@ from esp_edge.errors import DecodeError, UnsupportedModelError
 from esp_edge.tree import FloatArray, Int32Array
 
 if TYPE_CHECKING:
-    from esp_edge.models.model import TargetModel
+    from esp_edge.models.model import Context, TargetModel
 
-__all__ = ["require_width_invariance"]
+__all__ = ["lone_rows_differ", "require_width_invariance"]
 
 _CHAIN = 12
 _WIDTHS = ((2,) * 6, (7, 5), (3, 9))
 _WIDEST = 60
+_LONG = 300  # cells; llama.cpp's attention takes another kernel for one row over more than 256
 _NONE: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
@@ -42,6 +43,30 @@ def require_width_invariance(model: TargetModel) -> None:
                 f"{model.path}: exact mode needs logits that do not depend on the rows of a pass, but here passes of "
                 f"{widths[0]} and {_WIDEST} rows differ; use another quantisation (Q4_0, Q8_0) or drop --exact"
             )
+
+
+def lone_rows_differ(model: TargetModel) -> bool:
+    """Whether a pass of one row gives other bits than one of two, over few cells or many."""
+    room = min(model.n_ctx, 512)
+    ids = np.linspace(0, model.tokenizer.n_vocab - 1, min(_LONG, room - 2)).astype(np.int32)
+    context = model.new_context(2, n_ctx=room)
+    try:
+        for n in (min(_CHAIN, len(ids)), len(ids)):
+            context.native.clear()
+            _require(context.native.prefill(ids[:n], n))
+            alone, beside = (_root_logits(model, context, ids[:1], pads) for pads in (0, 1))
+            if not np.array_equal(alone, beside):
+                return True
+        return False
+    finally:
+        context.close()
+
+
+def _root_logits(model: TargetModel, context: Context, token: Int32Array, pad_rows: int) -> FloatArray:
+    _require(context.native.run(_layout([-1]), token, _NONE, None, None, pad_rows, model.embeddings is None))
+    logits: FloatArray = context.native.logits(0)
+    context.native.rollback()
+    return logits
 
 
 def _layout(parents: list[int]) -> object:

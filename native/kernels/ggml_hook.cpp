@@ -1,0 +1,329 @@
+#include "kernels/ggml_hook.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+#include "ggml-backend.h"
+#include "ggml.h"
+#include "kernels/kernels.hpp"
+#include "llama.h"
+
+#ifndef _WIN32
+#include <dlfcn.h>
+#endif
+
+// ggml-cpu's own types, as of the pinned version; only pointers to them appear in public headers.
+struct ggml_compute_params {
+    int ith, nth;
+    std::size_t wsize;
+    void *wdata;
+    struct ggml_threadpool *threadpool;
+    bool use_ref;
+};
+
+struct ggml_backend_buffer_type {
+    void *interface[6];
+    ggml_backend_dev_t device;
+    void *context;
+};
+
+namespace esp::kernels {
+namespace {
+
+// The layout of ggml::cpu::tensor_traits and ggml::cpu::extra_buffer_type: a virtual destructor, then these.
+class TensorTraits {
+  public:
+    virtual ~TensorTraits() = default;
+    virtual bool work_size(int n_threads, const ggml_tensor *op, std::size_t &size) = 0;
+    virtual bool compute_forward(ggml_compute_params *params, ggml_tensor *op) = 0;
+};
+
+class ExtraBufferType {
+  public:
+    virtual ~ExtraBufferType() = default;
+    virtual bool supports_op(ggml_backend_dev_t device, const ggml_tensor *op) = 0;
+    virtual TensorTraits *get_tensor_traits(const ggml_tensor *op) = 0;
+};
+
+using Barrier = void (*)(ggml_threadpool *);
+using ExtraTypes = std::vector<ggml_backend_buffer_type_t> &(*)();
+using TensorMap = const std::vector<std::pair<std::string, ggml_tensor *>> &(*)(const llama_model *);
+
+Barrier barrier = nullptr;
+TensorMap tensor_map = nullptr;
+std::atomic<std::int64_t> products{0};
+
+constexpr std::int64_t shared_from = 16; // columns; fewer are prepared by every thread, which saves a barrier
+
+std::byte *aligned(void *memory) {
+    const auto address = reinterpret_cast<std::uintptr_t>(memory);
+    return reinterpret_cast<std::byte *>((address + 63) / 64 * 64);
+}
+
+Matmul matmul_of(const ggml_tensor *op) {
+    const ggml_tensor *const weights = op->src[0], *const x = op->src[1];
+    return {static_cast<const std::byte *>(weights->data),
+            weights->nb[1],
+            weights->ne[1],
+            weights->ne[0],
+            static_cast<const float *>(x->data),
+            x->nb[1],
+            x->ne[1] * x->ne[2] * x->ne[3],
+            static_cast<float *>(op->data),
+            op->nb[1]};
+}
+
+// One format's products; a weight that was taken over points here.
+class Products final : public TensorTraits {
+  public:
+    const FormatKernel *kernel = nullptr;
+
+    bool work_size(int n_threads, const ggml_tensor *op, std::size_t &size) override {
+        const Matmul matmul = matmul_of(op);
+        const auto copies = static_cast<std::size_t>(matmul.n_columns < shared_from ? n_threads : 1);
+        size = kernel->columns_size(matmul.n_k, matmul.n_columns) * copies + 64;
+        return true;
+    }
+
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
+        const Matmul matmul = matmul_of(op);
+        std::byte *columns = aligned(params->wdata);
+        const std::int64_t n = matmul.n_columns, i = params->ith, threads = params->nth;
+        if (n < shared_from) {
+            columns += kernel->columns_size(matmul.n_k, n) * static_cast<std::size_t>(i);
+            kernel->prepare(matmul, columns, 0, n);
+        } else {
+            kernel->prepare(matmul, columns, n * i / threads, n * (i + 1) / threads);
+            barrier(params->threadpool);
+        }
+        const std::int64_t group = kernel->row_group, n_groups = (matmul.n_rows + group - 1) / group;
+        const std::int64_t begin = n_groups * i / threads * group, end = n_groups * (i + 1) / threads * group;
+        kernel->multiply(matmul, columns, begin, std::min(end, matmul.n_rows));
+        if (i == 0) {
+            products.fetch_add(1, std::memory_order_relaxed);
+        }
+        return true;
+    }
+};
+
+// Attention behind weights that were taken over.
+class Attend final : public TensorTraits {
+  public:
+    const AttentionKernel *kernel = nullptr;
+
+    bool work_size(int, const ggml_tensor *op, std::size_t &size) override {
+        size = kernel->partial_size(attention_of(op)) + 64;
+        return true;
+    }
+
+    bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
+        const Attention task = attention_of(op);
+        auto *const partial = reinterpret_cast<float *>(aligned(params->wdata));
+        const std::int64_t i = params->ith, threads = params->nth;
+        const std::int64_t n_items = kernel->n_items(task), n_outputs = task.n_rows * task.n_heads;
+        kernel->attend(task, partial, n_items * i / threads, n_items * (i + 1) / threads);
+        barrier(params->threadpool);
+        kernel->combine(task, partial, n_outputs * i / threads, n_outputs * (i + 1) / threads);
+        return true;
+    }
+
+    // Wider passes are prompts, for which ggml has a tiled kernel.
+    bool accepts(const ggml_tensor *op) const {
+        const ggml_tensor *const q = op->src[0], *const k = op->src[1], *const v = op->src[2], *const mask = op->src[3];
+        float parameters[3]; // scale, bias, cap
+        std::memcpy(parameters, op->op_params, sizeof parameters);
+        return kernel != nullptr && mask != nullptr && op->src[4] == nullptr && parameters[1] == 0.0F &&
+               parameters[2] == 0.0F && q->type == GGML_TYPE_F32 && k->type == GGML_TYPE_F16 &&
+               v->type == GGML_TYPE_F16 && mask->type == GGML_TYPE_F16 && q->ne[1] <= kernel->most_rows &&
+               q->ne[3] == 1 && k->ne[3] == 1 && mask->ne[2] == 1 && mask->ne[3] == 1 && q->ne[2] % k->ne[2] == 0 &&
+               v->ne[2] == k->ne[2] && k->ne[1] % kernel->cells_multiple == 0 && fits(k) && fits(v);
+    }
+
+  private:
+    bool fits(const ggml_tensor *cache) const {
+        return cache->ne[0] % kernel->size_multiple == 0 && cache->ne[0] <= kernel->largest_size && cache->nb[0] == 2;
+    }
+
+    static Attention attention_of(const ggml_tensor *op) {
+        const ggml_tensor *const q = op->src[0], *const k = op->src[1], *const v = op->src[2], *const mask = op->src[3];
+        float scale;
+        std::memcpy(&scale, op->op_params, sizeof scale);
+        const auto bytes = [](const ggml_tensor *tensor) { return static_cast<const std::byte *>(tensor->data); };
+        return {bytes(q),
+                q->nb[1],
+                q->nb[2],
+                bytes(k),
+                k->nb[1],
+                k->nb[2],
+                bytes(v),
+                v->nb[1],
+                v->nb[2],
+                bytes(mask),
+                mask->nb[1],
+                q->ne[1],
+                q->ne[2],
+                k->ne[2],
+                k->ne[1],
+                k->ne[0],
+                v->ne[0],
+                scale,
+                static_cast<float *>(op->data)};
+    }
+};
+
+constexpr int n_formats = static_cast<int>(Format::count);
+constexpr int n_isas = 2; // kept apart, so that models may use different ones
+Products taken[n_isas][n_formats];
+Attend attention[n_isas];
+
+Products *taken_by(const ggml_tensor *weights) {
+    auto *const mark = static_cast<Products *>(weights->extra);
+    const bool is_ours = mark >= &taken[0][0] && mark < &taken[0][0] + n_isas * n_formats;
+    return is_ours ? mark : nullptr;
+}
+
+bool is_plain_product(const ggml_tensor *op) {
+    const ggml_tensor *const x = op->src[1];
+    const bool rows_in_order = ggml_is_contiguous(op) && (ggml_is_contiguous(x) || (x->ne[2] == 1 && x->ne[3] == 1));
+    return op->op == GGML_OP_MUL_MAT && op->type == GGML_TYPE_F32 && x->type == GGML_TYPE_F32 &&
+           x->nb[0] == sizeof(float) && rows_in_order;
+}
+
+// The attention kernels of the model that an operation belongs to, told by the weights that its queries come from.
+Attend *attention_behind(const ggml_tensor *op) {
+    constexpr int most_steps = 12; // views, a norm, a bias, the rotation
+    const ggml_tensor *tensor = op->src[0];
+    for (int step = 0; tensor != nullptr && step < most_steps; ++step, tensor = tensor->src[0]) {
+        if (tensor->op == GGML_OP_MUL_MAT) {
+            const Products *const mark = taken_by(tensor->src[0]);
+            return mark == nullptr ? nullptr : &attention[(mark - &taken[0][0]) / n_formats];
+        }
+    }
+    return nullptr;
+}
+
+class Entry final : public ExtraBufferType {
+  public:
+    bool supports_op(ggml_backend_dev_t, const ggml_tensor *) override { return false; }
+
+    TensorTraits *get_tensor_traits(const ggml_tensor *op) override {
+        if (op->op == GGML_OP_MUL_MAT) {
+            return op->src[0]->extra != nullptr && is_plain_product(op) ? taken_by(op->src[0]) : nullptr;
+        }
+        if (op->op == GGML_OP_FLASH_ATTN_EXT) {
+            Attend *const found = attention_behind(op);
+            return found != nullptr && found->accepts(op) ? found : nullptr;
+        }
+        return nullptr;
+    }
+};
+
+#ifdef _LIBCPP_VERSION
+constexpr const char *tensor_map_symbol = "_Z29llama_internal_get_tensor_mapPK11llama_model";
+#else
+constexpr const char *tensor_map_symbol = "_Z29llama_internal_get_tensor_mapB5cxx11PK11llama_model";
+#endif
+
+// A symbol of the very library, already in this process, that holds `neighbour`: there may be copies of it on disk.
+void *symbol_beside(void *neighbour, const char *name) {
+#ifndef _WIN32
+    Dl_info info{};
+    void *const library = dladdr(neighbour, &info) == 0 ? nullptr : dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+    void *const found = library == nullptr ? nullptr : dlsym(library, name);
+    if (library != nullptr) {
+        dlclose(library);
+    }
+    if (found != nullptr) {
+        return found;
+    }
+#else
+    static_cast<void>(neighbour);
+#endif
+    throw std::runtime_error(std::string("llama.cpp's libraries do not export ") + name);
+}
+
+int format_of(ggml_type type) {
+    switch (type) {
+    case GGML_TYPE_Q4_0:
+        return static_cast<int>(Format::q4_0);
+    case GGML_TYPE_Q4_1:
+        return static_cast<int>(Format::q4_1);
+    case GGML_TYPE_Q8_0:
+        return static_cast<int>(Format::q8_0);
+    case GGML_TYPE_Q4_K:
+        return static_cast<int>(Format::q4_k);
+    case GGML_TYPE_Q6_K:
+        return static_cast<int>(Format::q6_k);
+    case GGML_TYPE_BF16:
+        return static_cast<int>(Format::bf16);
+    case GGML_TYPE_F16:
+        return static_cast<int>(Format::f16);
+    case GGML_TYPE_F32:
+        return static_cast<int>(Format::f32);
+    default:
+        return -1;
+    }
+}
+
+bool can_be_taken(const ggml_tensor *tensor) {
+    return ggml_n_dims(tensor) == 2 && ggml_is_contiguous(tensor) && tensor->extra == nullptr &&
+           tensor->buffer != nullptr && ggml_backend_buffer_is_host(tensor->buffer) && tensor->view_src == nullptr;
+}
+
+} // namespace
+
+std::string install() {
+    static bool done = false;
+    const KernelTable *const best = best_kernels(nullptr);
+    if (best == nullptr || done) {
+        return best == nullptr ? "" : best->isa;
+    }
+    ggml_backend_dev_t device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    void *const question = device == nullptr ? nullptr
+                                             : ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device),
+                                                                                 "ggml_backend_dev_get_extra_bufts");
+    if (question == nullptr) {
+        throw std::runtime_error("llama.cpp's CPU backend does not tell its buffer types");
+    }
+    // the list that weights are allocated from is a copy made at the first question: asked now, it lacks our entry
+    reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(question)(device);
+    barrier = reinterpret_cast<Barrier>(symbol_beside(question, "ggml_barrier"));
+    const auto extra_types =
+        reinterpret_cast<ExtraTypes>(symbol_beside(question, "_Z39ggml_backend_cpu_get_extra_buffer_typesv"));
+    tensor_map =
+        reinterpret_cast<TensorMap>(symbol_beside(reinterpret_cast<void *>(&llama_model_free), tensor_map_symbol));
+    static Entry entry;
+    static ggml_backend_buffer_type type{{}, device, &entry};
+    auto &types = extra_types();
+    types.insert(types.begin(), &type);
+    done = true;
+    return best->isa;
+}
+
+std::map<std::string, int> take_over(const llama_model *model, const char *limit) {
+    std::map<std::string, int> found;
+    const KernelTable *const table = best_kernels(limit);
+    if (table == nullptr || tensor_map == nullptr) {
+        return found;
+    }
+    const int isa = table->isa == best_kernels(nullptr)->isa ? 0 : 1;
+    Products *const products_of = taken[isa];
+    attention[isa].kernel = table->attention;
+    for (const auto &[name, tensor] : tensor_map(model)) {
+        const int format = format_of(tensor->type);
+        const FormatKernel *const kernel = format < 0 ? nullptr : table->formats[format];
+        if (kernel != nullptr && can_be_taken(tensor) && tensor->ne[0] % kernel->k_multiple == 0) {
+            products_of[format].kernel = kernel;
+            tensor->extra = &products_of[format];
+            ++found[ggml_type_name(tensor->type)];
+        }
+    }
+    return found;
+}
+
+std::int64_t n_products() { return products.load(std::memory_order_relaxed); }
+
+} // namespace esp::kernels

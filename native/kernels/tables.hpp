@@ -1,0 +1,13 @@
+// The tables of the ISAs that were compiled in; each lives in a source file of its own compiler flags.
+#pragma once
+
+#include "kernels/kernels.hpp"
+
+namespace esp::kernels {
+
+extern const KernelTable avx512_kernels;
+extern const AttentionKernel avx512_attention;
+extern const KernelTable avx2_kernels;
+extern const KernelTable neon_kernels;
+
+} // namespace esp::kernels
