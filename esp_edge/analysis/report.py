@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["overview", "report"]
+__all__ = ["machine_table", "markdown_table", "overview", "report"]
 
 Document = Mapping[str, Any]
 LUCK = 0.05  # a threshold that blind picks reach this often is said to be luck
@@ -46,7 +46,7 @@ def report(document: Document, figure: str | None = None) -> str:
     parts += ["## Cosine after each layer", LAYERS, _layer_table(document)]
     parts += ["## Share of true tokens in the Top-K by cosine after the last layer", _bin_table(document)]
     if "machine" in document:
-        parts += ["## Machine", _machine(document["machine"])]
+        parts += ["## Machine", machine_table(document["machine"])]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
@@ -103,12 +103,13 @@ def _delta_95(result: Document) -> str:
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _machine(machine: Document) -> str:
+def machine_table(machine: Document) -> str:
+    """What a document says about its machine, a row an entry."""
     shown = dict(machine)
     memory = shown.pop("memory_bytes", None)
     if memory:
         shown["memory"] = f"{memory / 2**30:.1f} GiB"
-    return _table(["machine", ""], [[name.replace("_", " "), str(value)] for name, value in shown.items()])
+    return markdown_table(["machine", ""], [[name.replace("_", " "), str(value)] for name, value in shown.items()])
 
 
 def _layer_table(document: Document) -> str:
@@ -123,7 +124,7 @@ def _layer_table(document: Document) -> str:
             layer = result["layers"][number]
             cells += [_cell(layer["accepted"]), _cell(layer["rejected"]), _number(layer["auc"])]
         rows.append(cells)
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _bin_table(document: Document) -> str:
@@ -137,7 +138,7 @@ def _bin_table(document: Document) -> str:
         for each in bins:
             cells += [str(each["accepted"]), f"{each['share']:.0%}"]
         rows.append(cells)
-    return _table(head, rows)
+    return markdown_table(head, rows)
 
 
 def _cell(group: Document) -> str:
@@ -149,7 +150,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A markdown table whose columns line up as text, too, all right-aligned but the first."""
     cells = [list(head), *map(list, rows)]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(head))]
