@@ -22,6 +22,7 @@ from esp_edge.errors import (
 from esp_edge.metrics import GenerationStats
 
 if TYPE_CHECKING:
+    from esp_edge.dropin import Llama
     from esp_edge.session import Chunk, Model, Session, TokenLogprob, load
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "GenerationParams",
     "GenerationStats",
     "GrammarError",
+    "Llama",
     "Model",
     "ModelConfig",
     "ModelDownloadError",
@@ -50,13 +52,14 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_LAZY = frozenset(("Chunk", "Model", "Session", "TokenLogprob", "load"))
+_LAZY = dict.fromkeys(("Chunk", "Model", "Session", "TokenLogprob", "load"), "esp_edge.session")
+_LAZY["Llama"] = "esp_edge.dropin"
 
 
 def __getattr__(name: str) -> Any:
     """Load llama.cpp only when something of it is used: ``esp-edge --help`` must be instant."""
     if name in _LAZY:
-        return getattr(import_module("esp_edge.session"), name)
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

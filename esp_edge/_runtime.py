@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from llama_cpp import llama as llama_cpp_python
 from llama_cpp import llama_cpp
 from llama_cpp.llama_grammar import json_schema_to_gbnf as _json_schema_to_gbnf
 
-__all__ = ["captured_log", "json_schema_to_gbnf", "llama_cpp", "native"]
+__all__ = ["captured_log", "json_schema_to_gbnf", "llama_cpp", "llama_cpp_python", "native"]
 
 REBUILD = "pip install --force-reinstall --no-deps esp-edge (from a checkout: pip install --no-build-isolation -e .)"
 _STRUCTS = ("llama_batch", "llama_context_params", "llama_model_params", "llama_token_data")

@@ -22,6 +22,7 @@ PUBLIC_NAMES = [
     "GenerationParams",
     "GenerationStats",
     "GrammarError",
+    "Llama",
     "Model",
     "ModelConfig",
     "ModelDownloadError",
