@@ -1,7 +1,9 @@
-"""Who may call: API keys, origins, and what of this machine is served."""
+"""Who may call: API keys, host names, origins, slow clients, and what of this machine is served."""
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,8 +11,13 @@ import httpx
 import openai
 import pytest
 from server_fakes import Running, ScriptedEngine, running
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from esp_edge.cli.serve import _bound, _graceful_server, _listen
+from esp_edge.errors import ConfigError
 from esp_edge.server import pages
+from esp_edge.server.app import create_app, service_of
+from esp_edge.server.security import http_protocol
 from esp_edge.server.settings import ServerSettings, is_loopback
 from esp_edge.session import Model, load
 
@@ -72,6 +79,155 @@ def test_any_of_the_keys_opens(model: Model, page: Path, key: str) -> None:
 
 def test_keys_do_not_show() -> None:
     assert "secret" not in repr(ServerSettings(api_keys=("secret",)))
+
+
+# -- host names ------------------------------------------------------------------------------------------------------
+
+
+def status(server: Running, path: str, host: str) -> int:
+    return server.http.get(path, headers={"Host": host}).status_code
+
+
+def test_a_page_behind_a_name_that_was_pointed_here_reads_nothing(server: Running) -> None:
+    """DNS rebinding: to a browser it is a page of this server, so that a GET has no Origin."""
+    hosts = ("evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "localhost@x")
+    for path in ("/props", "/metrics", "/v1/models", "/openapi.json", "/", "/no/such/path"):
+        for host in hosts:
+            response = server.http.get(path, headers={"Host": host})
+            assert response.status_code == 403
+            error = response.json()["error"]
+            assert error["code"] == "host_not_allowed"
+            assert "--allowed-host" in error["message"]
+    assert server.http.post(CHAT, json=HI, headers={"Host": "evil.example"}).status_code == 403
+    assert server.engine.tickets == []
+
+
+def test_names_and_addresses_of_this_machine_are_served(server: Running) -> None:
+    names = ("localhost", "LocalHost:8080", "localhost.", "app.localhost:1", "127.0.0.1:8080", "127.9.9.9", "[::1]:80")
+    for host in (*names, "[::1]", "192.168.1.5:8080", ""):  # nobody can point an address elsewhere
+        assert status(server, "/v1/models", host) == 200, host
+    for host in ("[::1", "::1:x", "[evil.example]", "[]x", "a b"):
+        assert status(server, "/v1/models", host) in (400, 403), host
+
+
+def test_a_client_without_a_host_header_is_no_browser(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 5) as connection:
+        connection.sendall(b"GET /v1/models HTTP/1.0\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def test_health_is_told_to_every_name(server: Running) -> None:
+    assert status(server, "/health", "evil.example") == status(server, "/v1/health", "evil.example") == 200
+    assert status(server, "/health/../props", "evil.example") == 403
+
+
+def test_further_names_are_served_and_their_page_may_call(model: Model) -> None:
+    settings = ServerSettings(allowed_hosts=("chat.example", "Other.Example:80"))
+    with running(ScriptedEngine(model, lambda _: ["ok"]), settings) as server:
+        for host in ("chat.example", "CHAT.example.:8080", "other.example", "localhost"):
+            assert status(server, "/props", host) == 200
+        assert status(server, "/props", "evil.example") == 403
+        assert ask(server, "http://chat.example:8080", Host="chat.example:8080").status_code == 200
+        assert ask(server, "http://evil.example", Host="chat.example").status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (ServerSettings(host="0.0.0.0"), 200),  # it has names that we do not know
+        (ServerSettings(host="0.0.0.0", allowed_hosts=("chat.example",)), 403),
+        (ServerSettings(host="::1"), 403),
+        (ServerSettings(host="::1", allowed_hosts=("*",)), 200),
+    ],
+)
+def test_which_servers_tell_names_apart(model: Model, settings: ServerSettings, expected: int) -> None:
+    with running(ScriptedEngine(model, lambda _: ["ok"]), settings) as server:
+        assert status(server, "/props", "evil.example") == expected
+        assert status(server, "/props", f"127.0.0.1:{server.port}") == 200
+
+
+def test_a_name_that_was_bound_is_served(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *rest, **more: real(host.replace("desk.lan", "127.0.0.1"), *rest, **more)
+    )
+    with _listen("desk.lan", 0) as listener:
+        settings = _bound(ServerSettings(host="desk.lan"), listener)
+        monkeypatch.undo()
+    assert settings.host == "127.0.0.1"
+    with running(ScriptedEngine(model, lambda _: ["ok"]), settings) as server:
+        assert [status(server, "/props", host) for host in ("desk.lan:80", "evil.example")] == [200, 403]
+
+
+@pytest.mark.parametrize("name", ["", " ", "http://chat.example", "a b", "chat.example/x", "me@chat.example"])
+def test_a_name_that_cannot_be_one_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="allowed-host must be a name"):
+        ServerSettings(allowed_hosts=(name,))
+
+
+# -- slow clients ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(model: Model) -> Iterator[Running]:
+    with running(ScriptedEngine(model, lambda _: ["ok"] * 5, delay=0.1), http=http_protocol(0.3)) as server:
+        yield server
+
+
+def seconds_to_close(server: Running, first: bytes, drip: bytes) -> float:
+    """How long a connection lives on which ``drip`` is sent every 50 ms; answers are read and dropped."""
+    start = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.port), 0.05) as connection:
+        connection.sendall(first)
+        while time.monotonic() < start + 5:
+            try:
+                if not connection.recv(1 << 16):
+                    break
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                break
+            try:
+                connection.sendall(drip)
+            except OSError:
+                break
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"",
+        b"G",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea",  # the second request of a connection
+    ],
+)
+def test_headers_that_never_end_close_the_connection(impatient: Running, first: bytes) -> None:
+    assert 0.2 < seconds_to_close(impatient, first, b"x" if first else b"") < 2
+
+
+def test_the_command_is_as_impatient() -> None:
+    app = create_app(None, ServerSettings())
+    protocol = _graceful_server(app, service_of(app), 1).config.http
+    assert isinstance(protocol, type)
+    assert issubclass(protocol, H11Protocol)
+    assert protocol is not H11Protocol
+
+
+def test_a_slow_answer_and_a_slow_body_are_not_slow_headers(impatient: Running) -> None:
+    assert impatient.text() == "ok" * 5  # takes 0.5 s
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x.localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", impatient.port), 5) as connection:
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body[:9])
+        time.sleep(0.5)
+        connection.sendall(body[9:])
+        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+    with httpx.Client(base_url=impatient.url) as client:
+        for _ in range(3):  # one connection, idle for longer than headers may take
+            assert client.get("/health").status_code == 200
+            time.sleep(0.4)
 
 
 # -- origins ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from esp_edge.cli.answer import load_model
@@ -54,6 +53,10 @@ class ServeOptions:
     cors_origin: Annotated[
         list[str] | None,
         _server("--cors-origin", text="Web origin that may call, besides this machine's; may be repeated; * = all."),
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        _server("--allowed-host", text="Name that clients may call the server by; may be repeated; * = all."),
     ] = None
     alias: Annotated[str, _server("-a", "--alias", text="Name of the model. (default: of its file)")] = ""
     no_web: Annotated[bool, _server("--no-web", text="No page at /.")] = False
@@ -100,11 +103,13 @@ def serve(
     drafting, loading = draft.config(), load.config()
     settings = _settings(server, drafting, sampling)
     if print_config:
+        sampling = dataclasses.replace(sampling, stop=list(settings.defaults.stop))  # may be from the environment
         write_text(config_text({"model": model}, server, load, draft, sampling))
         return
     _start_log(server.log_level)
     listener = _listen(server.host, server.port)
-    if not settings.api_keys and not _is_local(server.host):
+    settings = _bound(settings, listener)
+    if not settings.api_keys and not _is_local(settings.host):
         note(f"warning: everybody who reaches {server.host} can use this server; set --api-key to ask for a key")
 
     def make() -> Engine:
@@ -136,6 +141,7 @@ def _settings(server: ServeOptions, draft: DraftConfig, sampling: SamplingOption
         host=server.host,
         api_keys=tuple(server.api_key or ()),
         cors_origins=tuple(server.cors_origin or ()),
+        allowed_hosts=tuple(server.allowed_host or ()),
         web=not server.no_web,
         metrics=server.metrics,
         max_body_bytes=int(server.max_body_size * (1 << 20)),
@@ -143,6 +149,14 @@ def _settings(server: ServeOptions, draft: DraftConfig, sampling: SamplingOption
         defaults=sampling.params(),
         pooling=server.pooling,
     )
+
+
+def _bound(settings: ServerSettings, listener: socket.socket) -> ServerSettings:
+    """With the address that a name turned out to be; the name itself is served as well."""
+    address, names = str(listener.getsockname()[0]), settings.allowed_hosts
+    if names or _is_local(address):
+        names = (*names, settings.host or address)
+    return dataclasses.replace(settings, host=address, allowed_hosts=names)
 
 
 def _is_local(host: str) -> bool:
@@ -168,7 +182,15 @@ def config_text(values: Mapping[str, Any], *groups: Any) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(str(value) if isinstance(value, Path) else value)
+    if isinstance(value, bool | int):
+        return json.dumps(value)
+    if isinstance(value, float):
+        return str(value)  # TOML writes inf and nan as Python does
+    text = str(value)
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise ConfigError(f"a configuration file is UTF-8, which has no form for {text!r}; rename it")
+    # beyond ASCII as TOML's own escapes: JSON's would be pairs of surrogates
+    return "".join(c if " " <= c <= "~" else f"\\U{ord(c):08x}" for c in json.dumps(text, ensure_ascii=False))
 
 
 # -- running ---------------------------------------------------------------------------------------------------------
@@ -273,6 +295,8 @@ def _graceful_server(app: Any, service: Service, timeout: int) -> uvicorn.Server
     import uvicorn  # noqa: PLC0415
     from sse_starlette.sse import AppStatus  # noqa: PLC0415
 
+    from esp_edge.server.security import http_protocol  # noqa: PLC0415
+
     class Graceful(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             timer = asyncio.get_running_loop().call_later(timeout, service.stop_answers)
@@ -284,7 +308,7 @@ def _graceful_server(app: Any, service: Service, timeout: int) -> uvicorn.Server
     AppStatus.enable_automatic_graceful_drain = False  # streams go on after the signal, to their end or the timeout
     config = uvicorn.Config(
         app,
-        http="h11",  # the one with a limit on headers
+        http=http_protocol(service.settings.header_seconds),  # h11, the one with a limit on headers
         h11_max_incomplete_event_size=service.settings.max_header_bytes,
         ws="none",
         log_config=None,

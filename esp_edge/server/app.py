@@ -2,7 +2,7 @@
 
 ::
 
-    counting -> CORS headers -> size of the headers -> origin -> API key -> size and nesting of the body
+    counting -> CORS headers -> size of the headers -> host -> origin -> API key -> size and nesting of the body
     -> route -> plan -> batch -> reply
 """
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from esp_edge import __version__
 from esp_edge.server import chat, completions, embeddings, errors, info, pages
 from esp_edge.server.schemas import ErrorReply
-from esp_edge.server.security import BodyGuard, HeaderGuard, KeyGuard, OriginGuard
+from esp_edge.server.security import BodyGuard, HeaderGuard, HostGuard, KeyGuard, OriginGuard
 from esp_edge.server.service import EngineLike, Service, in_thread
 from esp_edge.server.settings import ServerSettings
 
@@ -77,7 +77,8 @@ def _add_layers(app: FastAPI, service: Service) -> None:
     app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes, max_nesting=settings.max_nesting)
     public = pages.page_paths() if settings.web else []
     app.add_middleware(KeyGuard, keys=settings.api_keys, public=public)
-    app.add_middleware(OriginGuard, origins=settings.cors_origins, host=settings.host)
+    app.add_middleware(OriginGuard, origins=settings.cors_origins)
+    app.add_middleware(HostGuard, host=settings.host, names=settings.allowed_hosts)
     app.add_middleware(HeaderGuard, max_bytes=settings.max_header_bytes)
     app.add_middleware(
         CORSMiddleware,

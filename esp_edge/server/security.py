@@ -1,9 +1,12 @@
 """Who may call, and how much they may send. Plain ASGI layers around the application, outermost first:
 
 ``HeaderGuard``  size of the request line and headers
+``HostGuard``    a name that points here without being this machine's is not served
 ``OriginGuard``  a page of another site may not make a browser call this server, readable or not
 ``KeyGuard``     an API key, when the server has any
 ``BodyGuard``    size and nesting of a body, before anything parses it
+
+:func:`http_protocol` stands before all of them: headers that do not come to an end never become a request.
 """
 
 from __future__ import annotations
@@ -12,18 +15,22 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
+import h11
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from esp_edge.server.errors import ApiError
 from esp_edge.server.settings import is_loopback
 
-__all__ = ["BodyGuard", "HeaderGuard", "KeyGuard", "OriginGuard", "is_too_deep"]
+__all__ = ["BodyGuard", "HeaderGuard", "HostGuard", "KeyGuard", "OriginGuard", "http_protocol", "is_too_deep"]
 
 LINGER_SECONDS = 5.0
+AUTHORITY = re.compile(r"(?P<name>\[[^\[\]]*\]|[^:\[\]]*)(?::\d*)?", re.ASCII)  # of a Host header: name, [IPv6], port
 PUBLIC = frozenset(("/health", "/v1/health"))
 
 
@@ -45,19 +52,57 @@ class HeaderGuard:
         await self._app(scope, receive, send)
 
 
+class HostGuard:
+    """Serves this machine's names only, where only this machine is listened to.
+
+    A hostile name server can let a name of its own point to 127.0.0.1 (DNS rebinding). A browser takes a page of that
+    name for one of this server: it sends a GET without an Origin, and lets the page read the answer. But the Host
+    header tells the name. IP addresses are no names, nobody can point them elsewhere; so they are all fine.
+
+    Args:
+        host: the address that is listened on. On one that others reach, names are not told apart unless some are given.
+        names: further names that are served; ``*`` = all.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, names: Sequence[str]) -> None:
+        self._app = app
+        self._names = frozenset(_name_of(name) for name in (host, *names))
+        self._any = "*" in names or not (is_loopback(host) or names)
+
+    def _is_ours(self, host: str) -> bool:
+        name = _name_of(host)
+        if not name:  # none that a browser sends
+            return name is not None
+        return name in self._names or is_loopback(name) or _is_ip(name.strip("[]"))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] == "http" and not self._any and scope["path"] not in PUBLIC:
+            host = Headers(scope=scope).get("host", "")
+            if not self._is_ours(host):
+                message = f"the server does not answer to the name {host[:100]!r}; allow it with --allowed-host"
+                await ApiError(403, message, code="host_not_allowed").response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _name_of(host: str) -> str | None:
+    """``Example.com.:80`` -> ``example.com``; None for what is no Host header."""
+    match = AUTHORITY.fullmatch(host.strip())
+    return match["name"].rstrip(".").lower() if match else None
+
+
 class OriginGuard:
     """Refuses requests that a browser sends for a page of an origin that is not allowed.
 
     Allowed are the machine's own pages, those named, and the page that this server itself serves. The latter is told by
-    its Host header, which a hostile name server can forge (DNS rebinding); so on a loopback address that counts for IP
-    addresses only.
+    its Host header, which :class:`HostGuard` has looked at.
     """
 
-    def __init__(self, app: ASGIApp, origins: Sequence[str], host: str) -> None:
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
         self._app = app
         self._any = "*" in origins
         self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
-        self._trusts_names = not is_loopback(host)
 
     def _is_allowed(self, origin: str, host: str) -> bool:
         origin = origin.lower()
@@ -68,9 +113,7 @@ class OriginGuard:
             name = address.hostname or ""
         except ValueError:
             return False
-        if is_loopback(name):
-            return True
-        return address.netloc == host.lower() and (self._trusts_names or _is_ip(name))
+        return is_loopback(name) or (bool(name) and address.netloc == host.lower())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -227,3 +270,43 @@ def is_too_deep(body: bytes, limit: int) -> bool:
         if depth >= limit:
             return True
     return False
+
+
+# -- slow headers ----------------------------------------------------------------------------------------------------
+
+
+def http_protocol(header_seconds: float) -> type[H11Protocol]:
+    """uvicorn's HTTP/1.1, for ``uvicorn.Config(http=...)``, that waits so long for a request line and its headers.
+
+    uvicorn itself waits for ever once a connection is open, so a client that opens many and sends a byte now and then
+    takes every file descriptor. The time runs from the first byte of a request, on a new connection from its start.
+    """
+
+    class Impatient(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override, unused-ignore]
+            super().connection_made(transport)
+            self._timer = self.loop.call_later(header_seconds, self._give_up)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state is not h11.IDLE:  # the headers are here
+                self._stop_waiting()
+            elif self._timer is None and not self.transport.is_closing():
+                self._timer = self.loop.call_later(header_seconds, self._give_up)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            super().connection_lost(exc)
+
+        def _give_up(self) -> None:
+            self._timer = None
+            self.transport.close()
+
+        def _stop_waiting(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    return Impatient

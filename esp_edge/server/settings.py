@@ -31,13 +31,15 @@ class ServerSettings:
 
     Attributes:
         model_id: what ``/v1/models`` calls the model; "" = the name of its file.
-        host: the address that is listened on; decides which pages may call, see :mod:`esp_edge.server.security`.
+        host: the address that is listened on; decides which names are served, see :mod:`esp_edge.server.security`.
         api_keys: any of them opens the API; none = open to everybody who reaches it.
         cors_origins: web origins that may call besides those of this machine; ``*`` = all.
+        allowed_hosts: names that a Host header may have besides those of this machine; ``*`` = all.
         web: serve the page at ``/``.
         metrics: serve counters at ``/metrics``.
         max_body_bytes: of a request.
         max_header_bytes: of a request line and all headers.
+        header_seconds: how long they may take to arrive.
         max_nesting: brackets that JSON may nest.
         max_choices: answers of one request, prompts times n.
         draft: how drafts are made unless a request says otherwise: what the engine was given.
@@ -52,10 +54,12 @@ class ServerSettings:
     host: str = "127.0.0.1"
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     web: bool = True
     metrics: bool = True
     max_body_bytes: int = DEFAULT_BODY_BYTES
     max_header_bytes: int = DEFAULT_HEADER_BYTES
+    header_seconds: float = 20.0
     max_nesting: int = 200
     max_choices: int = 256
     draft: DraftConfig = field(default_factory=DraftConfig)
@@ -67,6 +71,9 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if any(not key.strip() or not key.isascii() for key in self.api_keys):
             raise ConfigError("an API key must be non-empty ASCII text, but another one was given")
+        wrong = next((name for name in self.allowed_hosts if not name.strip() or {*name} & {*"/@ "}), None)
+        if wrong is not None:
+            raise ConfigError(f"allowed-host must be a name such as chat.example, but {wrong!r} was given")
         if self.pooling not in POOLINGS:
             raise ConfigError(f"pooling must be one of {', '.join(POOLINGS)}, but {self.pooling!r} was given")
         if self.max_body_bytes < 1:

@@ -35,12 +35,11 @@ function sentence(text) {
 }
 
 function explain(status, message, code, retryAfter) {
-  const said = sentence(message) || `The server answered with status ${status}.`;
   if (status === 401) return "The server wants an API key.";
-  if (code === "context_length_exceeded") return `${said} Delete earlier turns or start a new chat.`;
-  if (status === 503) return `${sentence(message) || "The server is busy."} Try again in ${retryAfter ?? "a few"} seconds.`;
-  if (status === 429) return `${sentence(message) || "Too many requests."} Try again in ${retryAfter ?? "a few"} seconds.`;
-  return said;
+  const standard = { 429: "Too many requests.", 503: "The server is busy." }[status];
+  const said = sentence(message) || standard || `The server answered with status ${status}.`;
+  if (standard) return `${said} Try again in ${retryAfter ?? "a few"} seconds.`;
+  return code === "context_length_exceeded" ? `${said} Delete earlier turns or start a new chat.` : said;
 }
 
 export async function getJson(path) {
@@ -116,8 +115,6 @@ async function* events(stream) {
   }
 }
 
-const finite = (value) => (typeof value === "number" && Number.isFinite(value) ? value : undefined);
-
 /** An answer that grows: text, where its tokens came from, live speed, and the final statistics. */
 export class Answer {
   constructor() {
@@ -129,12 +126,23 @@ export class Answer {
     const delta = choice?.delta?.content;
     if (typeof delta === "string" && delta) this.#append(delta, chunk.esp_edge?.pieces);
     if (choice?.finish_reason) this.finish = String(choice.finish_reason);
-    const live = { tps: finite(chunk.esp_edge?.tokens_per_second), tau: finite(chunk.esp_edge?.tau) };
-    for (const [name, value] of Object.entries(live)) if (value !== undefined) this.stats[name] = value;
-    if (chunk.timings) this.#timings(chunk.timings);
-    if (chunk.speculative_decoding_stats) this.#speculation(chunk.speculative_decoding_stats);
-    const cached = finite(chunk.usage?.prompt_tokens_details?.cached_tokens);
-    if (cached !== undefined) this.stats.cached = cached;
+    const { esp_edge: live, timings: t, speculative_decoding_stats: s, usage } = chunk;
+    this.#keep({ tps: live?.tokens_per_second, tau: live?.tau, cached: usage?.prompt_tokens_details?.cached_tokens });
+    this.#keep({
+      n: t?.predicted_n, ms: t?.predicted_ms, tps: t?.predicted_per_second, promptN: t?.prompt_n, promptMs: t?.prompt_ms,
+      drafted: t?.draft_n, accepted: t?.draft_n_accepted,
+    });
+    this.#keep({
+      tau: s?.mean_acceptance_length, rate: s?.draft_acceptance_rate, passes: s?.num_spec_steps,
+      drafted: s?.num_draft_tokens, accepted: s?.num_accepted_draft_tokens,
+    });
+    if (Array.isArray(s?.acceptance_histogram)) {
+      this.stats.histogram = s.acceptance_histogram.slice(0, 64).map((n) => (Number.isFinite(n) ? n : 0));
+    }
+  }
+
+  #keep(found) {
+    for (const [name, value] of Object.entries(found)) if (Number.isFinite(value)) this.stats[name] = value;
   }
 
   /** Pieces that do not spell the delta are not believed: it then counts as the model's own. */
@@ -144,25 +152,6 @@ export class Answer {
       pieces.map((p) => p.text).join("") === delta;
     if (good) for (const p of pieces) if (p.text) this.pieces.push([p.text.length, p.source.slice(0, 32)]);
     if (!good) this.pieces.push([delta.length, ""]);
-  }
-
-  #timings(t) {
-    const found = {
-      n: finite(t.predicted_n), ms: finite(t.predicted_ms), tps: finite(t.predicted_per_second), promptN: finite(t.prompt_n),
-      promptMs: finite(t.prompt_ms), drafted: finite(t.draft_n), accepted: finite(t.draft_n_accepted),
-    };
-    for (const [name, value] of Object.entries(found)) if (value !== undefined) this.stats[name] = value;
-  }
-
-  #speculation(s) {
-    const found = {
-      tau: finite(s.mean_acceptance_length), rate: finite(s.draft_acceptance_rate), passes: finite(s.num_spec_steps),
-      drafted: finite(s.num_draft_tokens), accepted: finite(s.num_accepted_draft_tokens),
-    };
-    for (const [name, value] of Object.entries(found)) if (value !== undefined) this.stats[name] = value;
-    if (Array.isArray(s.acceptance_histogram)) {
-      this.stats.histogram = s.acceptance_histogram.slice(0, 64).map((n) => finite(n) ?? 0);
-    }
   }
 }
 

@@ -1,7 +1,7 @@
 // The page: state, keyboard and what every action does. Start reading here.
 import { Answer, ApiError, buildRequest, getJson, health, setKey, streamChat } from "./api.js";
 import { Compare } from "./compare.js";
-import { $, announce, button, h, toast } from "./dom.js";
+import { $, announce, button, h, icon, on, toast } from "./dom.js";
 import { MessageList } from "./messages.js";
 import { Panel } from "./panel.js";
 import { Sidebar } from "./sidebar.js";
@@ -15,8 +15,24 @@ const EXAMPLES = [
   "List the planets of the solar system in a table with their diameters.",
   "Translate into French: The train to Hamburg is twenty minutes late today.",
 ];
+const KEYS = {
+  Enter: "Send",
+  "Shift+Enter": "New line",
+  "Ctrl+Enter": "Compare with and without speculation",
+  Esc: "Stop the answer; leave an edit, a panel or a dialog",
+  "\u2191": "Edit your last message, from the empty field",
+  "Ctrl+Shift+Enter": "Answer again",
+  "Ctrl+K": "New chat",
+  "Alt+\u2191 Alt+\u2193": "Chat above or below in the list",
+  "Ctrl+.": "Colour accepted tokens by source",
+  "Ctrl+B": "Chats",
+  "Ctrl+,": "Settings",
+  "/": "To the message field",
+  "?": "This list",
+};
+const NARROW = matchMedia("(max-width: 860px)");
 const SAVE_MS = 2000; // while an answer grows
-const isNarrow = () => matchMedia("(max-width: 860px)").matches;
+const isNarrow = () => NARROW.matches;
 const hasKeyboard = () => matchMedia("(hover: hover)").matches;
 
 class App {
@@ -254,7 +270,7 @@ class App {
     const names = Array.isArray(props?.drafters) ? props.drafters.filter(text) : null;
     const values = { ...props?.default_generation_settings, block_complexity: props?.draft?.block_complexity };
     const defaults = {};
-    for (const [name, [low]] of Object.entries(NUMBERS)) {
+    for (const [name, [, low]] of Object.entries(NUMBERS)) {
       const value = values[name];
       if (typeof value === "number") defaults[name] = value < low ? "no limit" : String(value);
     }
@@ -373,9 +389,10 @@ class App {
   }
 
   #wire() {
-    const click = (id, action) => $(id).addEventListener("click", action);
-    $("composer").addEventListener("submit", (event) => (event.preventDefault(), this.#submit()));
-    $("prompt").addEventListener("input", () => this.#fitPrompt());
+    for (const node of document.querySelectorAll("[data-icon]")) node.prepend(icon(node.dataset.icon));
+    const click = (id, action) => on(id, "click", action);
+    on("composer", "submit", (event) => (event.preventDefault(), this.#submit()));
+    on("prompt", "input", () => this.#fitPrompt());
     click("stop", () => this.stop());
     click("new-chat", () => this.newChat());
     click("colours", () => this.#toggleColours());
@@ -385,21 +402,25 @@ class App {
     click("help-close", () => $("help").close());
     for (const name of ["chats", "settings"]) {
       click(`${name}-toggle`, () => this.#togglePanel(name));
-      document.querySelector(`[data-close=${name}]`).addEventListener("click", () => this.#togglePanel(name, false));
+      click(`${name}-close`, () => this.#togglePanel(name, false));
     }
     click("backdrop", () => this.#closePanels());
-    matchMedia("(max-width: 860px)").addEventListener("change", () => this.#togglePanel("chats", !isNarrow(), false));
+    on(NARROW, "change", () => this.#togglePanel("chats", !isNarrow(), false));
     click("key-cancel", () => $("key").close());
-    $("key-form").addEventListener("submit", () => {
+    on("key-form", "submit", () => {
       saveKey($("key-field").value.trim());
       this.useKey();
       this.panel.render();
       this.afterKey?.();
     });
-    window.addEventListener("storage", (event) => this.#otherTab(event));
-    window.addEventListener("pagehide", () => {
+    on(window, "storage", (event) => this.#otherTab(event));
+    on(window, "pagehide", () => {
       for (const { chat } of this.jobs.values()) saveChat(chat);
     });
+    for (const [keys, what] of Object.entries(KEYS)) {
+      const shown = keys.split(/(?<=.)([+ ])/).map((key) => ("+ ".includes(key) ? key : h("kbd", {}, key)));
+      $("keys").append(h("tr", {}, h("th", { scope: "row" }, ...shown), h("td", {}, what)));
+    }
     for (const text of EXAMPLES) {
       const use = () => {
         $("prompt").value = text;
@@ -430,7 +451,7 @@ class App {
   // -- keyboard ------------------------------------------------------------------------------------------------------
 
   #keyboard() {
-    $("prompt").addEventListener("keydown", (event) => {
+    on("prompt", "keydown", (event) => {
       if (event.isComposing || event.altKey) return;
       if (event.key === "Enter" && !event.shiftKey && !event.ctrlKey && !event.metaKey) {
         event.preventDefault();
@@ -440,7 +461,7 @@ class App {
         if (last && !this.#jobOf(this.chat)) event.preventDefault(), this.messages.edit(last);
       }
     });
-    document.addEventListener("keydown", (event) => {
+    on(document, "keydown", (event) => {
       if (event.isComposing || event.defaultPrevented || document.querySelector("dialog[open]")) return;
       const action = this.#shortcut(event);
       if (!action) return;
@@ -454,12 +475,11 @@ class App {
     if (event.key === "Escape") return this.#jobOf(this.chat) ? () => this.stop() : () => this.#closePanels();
     if (event.ctrlKey || event.metaKey) {
       if (event.key === "Enter" && event.shiftKey) return () => this.#regenerateLast();
-      const keys = { k: "newChat", ".": "colours", b: "chats", ",": "settings", Enter: "compare" };
-      const name = event.shiftKey || event.altKey ? null : keys[event.key];
-      return name && {
-        newChat: () => this.newChat(), colours: () => this.#toggleColours(), compare: () => this.compare(null),
-        chats: () => this.#togglePanel("chats"), settings: () => this.#togglePanel("settings"),
-      }[name];
+      const actions = {
+        k: () => this.newChat(), ".": () => this.#toggleColours(), Enter: () => this.compare(null),
+        b: () => this.#togglePanel("chats"), ",": () => this.#togglePanel("settings"),
+      };
+      return event.shiftKey || event.altKey ? null : actions[event.key];
     }
     if (event.altKey && (event.key === "ArrowUp" || event.key === "ArrowDown")) {
       return () => this.#step(event.key === "ArrowUp" ? -1 : 1);

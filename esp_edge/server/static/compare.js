@@ -1,6 +1,6 @@
 // One prompt twice, without and with speculation: one after the other, so that they do not take time from each other.
 import { ApiError, Answer, buildRequest, streamChat } from "./api.js";
-import { $, announce, button, h } from "./dom.js";
+import { $, announce, button, h, on } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
 import { histogram, seconds, statsLine } from "./stats.js";
 
@@ -22,15 +22,15 @@ export class Compare {
   constructor(host) {
     this.host = host;
     this.dialog = $("compare");
-    this.dialog.addEventListener("cancel", (event) => {
+    on(this.dialog, "cancel", (event) => {
       if (!this.#controller) return;
       event.preventDefault();
       this.#controller.abort();
     });
-    this.dialog.addEventListener("close", () => this.#controller?.abort());
-    $("compare-close").addEventListener("click", () => this.dialog.close());
-    $("compare-run").addEventListener("click", () => (this.#controller ? this.#controller.abort() : this.run()));
-    $("compare-prompt").addEventListener("keydown", (event) => {
+    on(this.dialog, "close", () => this.#controller?.abort());
+    on("compare-close", "click", () => this.dialog.close());
+    on("compare-run", "click", () => (this.#controller ? this.#controller.abort() : this.run()));
+    on("compare-prompt", "keydown", (event) => {
       if (event.key === "Escape" && this.#controller) event.preventDefault(), this.#controller.abort();
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();

@@ -16,16 +16,29 @@ export function h(tag, props = {}, ...kids) {
 
 export const button = (label, action, props = {}) => h("button", { type: "button", ...props, on: { click: action } }, label);
 
-const SVG = "http://www.w3.org/2000/svg";
+/** A listener of an element, or of the one with this id. */
+export const on = (node, type, action) => (typeof node === "string" ? $(node) : node).addEventListener(type, action);
 
-/** An icon of the sprite in index.html. */
+const ICONS = {
+  menu: "M4 7h16M4 12h16M4 17h16",
+  plus: "M12 5v14M5 12h14",
+  sliders: "M4 7h9m6 0h1M4 17h1m6 0h9M13.5 7a2.5 2.5 0 1 0 5 0a2.5 2.5 0 1 0-5 0M5.5 17a2.5 2.5 0 1 0 5 0a2.5 2.5 0 1 0-5 0",
+  colours: "M4 6h7M15 6h5M4 12h4M12 12h8M4 18h9M17 18h3",
+  columns: "M4 5h6.5v14H4zM13.5 5H20v14h-6.5z",
+  up: "M12 19V5M6 11l6-6 6 6",
+  stop: "M7 7h10v10H7z",
+  pencil: "M5 19l1-4L16 5l3 3L9 18z",
+  trash: "M5 7h14M10 7V5h4v2M7 7l1 12h8l1-12",
+  down: "M12 5v14M6 13l6 6 6-6",
+  close: "M6 6l12 12M18 6L6 18",
+};
+
 export function icon(name) {
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("class", "icon");
-  svg.setAttribute("aria-hidden", "true");
-  const use = document.createElementNS(SVG, "use");
-  use.setAttribute("href", `#i-${name}`);
-  svg.append(use);
+  const [svg, path] = ["svg", "path"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
+  const attributes = { class: "icon", viewBox: "0 0 24 24", "aria-hidden": "true" };
+  for (const [attribute, value] of Object.entries(attributes)) svg.setAttribute(attribute, value);
+  path.setAttribute("d", ICONS[name]);
+  svg.append(path);
   return svg;
 }
 

@@ -1,5 +1,5 @@
 // The conversation on the page. A growing answer redraws only its own tail.
-import { $, button, copyText, h } from "./dom.js";
+import { $, button, copyText, h, on } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
 import { legend } from "./sources.js";
 import { histogram, statsLine } from "./stats.js";
@@ -14,8 +14,8 @@ export class MessageList {
   constructor(app) {
     this.app = app;
     this.scroller = $("scroll");
-    this.scroller.addEventListener("scroll", () => this.#showEndButton(), { passive: true });
-    $("to-end").addEventListener("click", () => this.toEnd());
+    on(this.scroller, "scroll", () => this.#showEndButton(), { passive: true });
+    on("to-end", "click", () => this.toEnd());
   }
 
   render() {
@@ -64,7 +64,7 @@ export class MessageList {
     field.value = message.content;
     const leave = () => (this.render(), $("prompt").focus());
     const save = () => (field.value.trim() ? this.app.edit(message, field.value.trim()) : leave());
-    field.addEventListener("keydown", (event) => {
+    on(field, "keydown", (event) => {
       if (event.isComposing || (event.key !== "Escape" && (event.key !== "Enter" || event.shiftKey))) return;
       event.preventDefault();
       event.stopPropagation();

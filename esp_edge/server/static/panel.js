@@ -1,5 +1,5 @@
 // The settings panel. An empty number means: as the server has it.
-import { $, h } from "./dom.js";
+import { $, h, on } from "./dom.js";
 import { NUMBERS, saveChat, saveKey, loadKey, saveSettings, validNumber } from "./store.js";
 
 const DRAFTERS = ["auto", "esp", "suffix", "pld", "lade", "stand", "recycling", "racer"];
@@ -8,21 +8,28 @@ export class Panel {
   /** @param app chat, settings, server facts and the actions useKey, reset, removeAll */
   constructor(app) {
     this.app = app;
-    $("settings-form").addEventListener("submit", (event) => event.preventDefault());
-    for (const field of document.querySelectorAll("[data-number]")) {
-      field.addEventListener("input", () => this.#number(field));
-    }
-    $("s-system").addEventListener("input", (event) => {
+    this.fields = Object.keys(NUMBERS).map((name) => this.#field(name));
+    on("settings-form", "submit", (event) => event.preventDefault());
+    on("s-system", "input", (event) => {
       app.chat.system = app.settings.system = event.target.value;
       if (app.chat.messages.length) saveChat(app.chat);
-      this.#save();
+      saveSettings(app.settings);
     });
-    $("s-stop").addEventListener("input", (event) => this.#set("stop", event.target.value));
-    $("s-drafter").addEventListener("change", (event) => this.#set("drafter", event.target.value));
-    $("s-speculate").addEventListener("change", (event) => this.#set("speculate", event.target.checked));
-    $("s-key").addEventListener("change", (event) => (saveKey(event.target.value.trim()), app.useKey()));
-    $("reset").addEventListener("click", () => app.reset());
-    $("delete-all").addEventListener("click", () => app.removeAll());
+    on("s-stop", "input", (event) => this.#set("stop", event.target.value));
+    on("s-drafter", "change", (event) => this.#set("drafter", event.target.value));
+    on("s-speculate", "change", (event) => this.#set("speculate", event.target.checked));
+    on("s-key", "change", (event) => (saveKey(event.target.value.trim()), app.useKey()));
+    on("reset", "click", () => app.reset());
+    on("delete-all", "click", () => app.removeAll());
+  }
+
+  #field(name) {
+    const [label, min, max, step] = NUMBERS[name];
+    const id = `s-${name}`;
+    const inputmode = step < 1 ? "decimal" : "numeric";
+    const field = h("input", { id, type: "number", min, max, step, inputmode, "data-number": name, on: { input: () => this.#number(field) } });
+    $(name === "block_complexity" ? "speculation" : "sampling").append(h("label", { for: id }, label), field);
+    return field;
   }
 
   render() {
@@ -31,7 +38,7 @@ export class Panel {
     $("s-stop").value = settings.stop;
     $("s-speculate").checked = settings.speculate;
     $("s-key").value = loadKey();
-    for (const field of document.querySelectorAll("[data-number]")) {
+    for (const field of this.fields) {
       field.value = settings[field.dataset.number] ?? "";
       field.placeholder = server.defaults[field.dataset.number] ?? "default";
       this.#mark(field, true);
@@ -53,17 +60,13 @@ export class Panel {
   }
 
   #mark(field, good) {
-    const [low, high, whole] = NUMBERS[field.dataset.number];
+    const [, low, high, step] = NUMBERS[field.dataset.number];
     field.setAttribute("aria-invalid", String(!good));
-    field.title = good ? "" : `${whole ? "A whole number" : "A number"} from ${low} to ${high}`;
+    field.title = good ? "" : `${step < 1 ? "A number" : "A whole number"} from ${low} to ${high}`;
   }
 
   #set(name, value) {
     this.app.settings[name] = value;
-    this.#save();
-  }
-
-  #save() {
     saveSettings(this.app.settings);
   }
 }

@@ -1,15 +1,15 @@
 // The list of chats: search, rename, delete, export, import.
-import { $, h, icon, toast } from "./dom.js";
+import { $, h, icon, on, toast } from "./dom.js";
 import { exportText, newId, parseImport, saveChat, titleOf } from "./store.js";
 
 export class Sidebar {
   /** @param app chats, chat and the actions select, removeChat, changed */
   constructor(app) {
     this.app = app;
-    $("search").addEventListener("input", () => this.render());
-    $("export").addEventListener("click", () => this.#export());
-    $("import").addEventListener("click", () => $("import-file").click());
-    $("import-file").addEventListener("change", (event) => this.#import(event.target));
+    on("search", "input", () => this.render());
+    on("export", "click", () => this.#export());
+    on("import", "click", () => $("import-file").click());
+    on("import-file", "change", (event) => this.#import(event.target));
   }
 
   /** The chats that the search leaves, in the order of the list. */
@@ -56,13 +56,13 @@ export class Sidebar {
       this.app.changed();
       $("chat-list").querySelector("[aria-current]")?.focus();
     };
-    field.addEventListener("keydown", (event) => {
+    on(field, "keydown", (event) => {
       if (event.isComposing || (event.key !== "Enter" && event.key !== "Escape")) return;
       event.preventDefault();
       event.stopPropagation();
       close(event.key === "Enter");
     });
-    field.addEventListener("blur", () => close(true));
+    on(field, "blur", () => close(true));
     row.replaceChildren(field);
     field.select();
   }

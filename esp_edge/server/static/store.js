@@ -141,20 +141,20 @@ export function parseImport(text) {
 
 // -- settings --------------------------------------------------------------------------------------------------------
 
-/** Name -> [lowest, highest, whole number?]; null in the settings means: as the server has it. */
+/** Name -> [label, lowest, highest, step: 1 = whole numbers]; null in the settings means: as the server has it. */
 export const NUMBERS = {
-  temperature: [0, 5, false],
-  top_p: [0, 1, false],
-  top_k: [0, 1000000, true],
-  min_p: [0, 1, false],
-  max_tokens: [1, 1000000, true],
-  seed: [0, Number.MAX_SAFE_INTEGER, true],
-  block_complexity: [1, 240, true],
+  temperature: ["Temperature", 0, 5, 0.1],
+  top_p: ["Top p", 0, 1, 0.05],
+  top_k: ["Top k", 0, 1000000, 1],
+  min_p: ["Min p", 0, 1, 0.01],
+  max_tokens: ["Max tokens", 1, 1000000, 1],
+  seed: ["Seed", 0, Number.MAX_SAFE_INTEGER, 1],
+  block_complexity: ["Rows a pass", 1, 240, 1],
 };
 
 export function validNumber(name, value) {
-  const [low, high, whole] = NUMBERS[name];
-  return number(value, low, high) && (!whole || Number.isInteger(value));
+  const [, low, high, step] = NUMBERS[name];
+  return number(value, low, high) && (step < 1 || Number.isInteger(value));
 }
 
 export function loadSettings() {
@@ -165,7 +165,7 @@ export function loadSettings() {
     // as if there were none
   }
   const text = (name) => (typeof raw?.[name] === "string" ? raw[name].slice(0, 100000) : "");
-  const settings = { system: text("system"), stop: text("stop"), drafter: text("drafter"), model: text("model") };
+  const settings = { system: text("system"), stop: text("stop"), drafter: text("drafter") };
   for (const name of Object.keys(NUMBERS)) settings[name] = validNumber(name, raw?.[name]) ? raw[name] : null;
   return { ...settings, speculate: raw?.speculate !== false, colours: raw?.colours === true };
 }
