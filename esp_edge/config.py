@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from esp_edge.errors import ConfigError
 
-__all__ = ["DraftConfig", "GenerationParams", "ModelConfig", "parse_tree"]
+__all__ = ["DraftConfig", "GenerationParams", "ModelConfig", "parse_rpc", "parse_tree"]
 
 DRAFTERS = ("auto", "esp", "none", "pld", "lade", "stand", "recycling", "suffix", "racer", "draft-model")
 FUSED_SOURCES = ("suffix", "adjacency", "esp", "last")  # of the drafter auto
@@ -17,11 +18,13 @@ COSTS = ("measured", "flat")
 OCCURRENCES = ("newest", "first")
 IMPLEMENTATIONS = ("efficient", "naive")
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+KERNELS = ("fast", "stock")
 MASK_INITS = ("auto", "prompt-mean", "vocab-mean", "sample", "last-k", "composed")
 MAX_EXACT_BLOCK = 60  # exact mode keeps every pass, re-fed tokens included, below the 64 rows of the tiled kernel
 MAX_BLOCK = 240
 FIXED_BLOCK = 10  # block complexity of the drafters that do not plan
 PLANNED_BLOCK = 60  # what auto plans within
+MAX_RPC_SERVERS = 16  # llama.cpp's own limit
 
 
 def _require(ok: bool, what: str, found: object) -> None:
@@ -58,6 +61,8 @@ class ModelConfig:
         flash_attn: use flash attention (needed by exact mode and by quantised V caches).
         type_k, type_v: KV cache types, llama.cpp's names.
         exact: bit-exact decoding on the CPU (docs: exactness).
+        kernels: on the CPU, ``fast`` = our own where known to work (docs: performance), ``stock`` = llama.cpp's.
+        rpc: llama.cpp RPC servers that take layers, ``HOST:PORT`` joined by commas; "" = none (docs: scale).
     """
 
     n_ctx: int = 0
@@ -67,6 +72,8 @@ class ModelConfig:
     type_k: str = "f16"
     type_v: str = "f16"
     exact: bool = False
+    kernels: str = "fast"
+    rpc: str = ""
 
     def __post_init__(self) -> None:
         _require(_is_int(self.n_ctx, 0, 1 << 24), "ctx-size must be between 0 and 16777216", self.n_ctx)
@@ -74,12 +81,35 @@ class ModelConfig:
         _require(_is_int(self.n_gpu_layers, -1, 1 << 16), "n-gpu-layers must be -1 or more", self.n_gpu_layers)
         for value in (self.type_k, self.type_v):
             _require(value in KV_TYPES, f"a KV cache type must be one of {', '.join(KV_TYPES)}", value)
+        _require(self.kernels in KERNELS, f"kernels must be one of {', '.join(KERNELS)}", self.kernels)
+        if parse_rpc(self.rpc):
+            if self.exact:
+                raise ConfigError("exact mode holds on this machine's CPU only: drop --rpc or --exact")
+            if self.n_gpu_layers == 0:
+                raise ConfigError("rpc servers take layers, but n-gpu-layers is 0: add -ngl -1, or how many they take")
         if self.exact and self.n_gpu_layers != 0:
             raise ConfigError("exact mode holds on the CPU only: use --n-gpu-layers 0 or drop --exact")
         if self.exact and not self.flash_attn:
             raise ConfigError("exact mode needs flash attention: drop --no-flash-attn or --exact")
         if not self.flash_attn and self.type_v not in ("f32", "f16", "bf16"):
             raise ConfigError("a quantised V cache needs flash attention: drop --no-flash-attn or use -ctv f16")
+
+
+def parse_rpc(text: str) -> tuple[str, ...]:
+    """Parse ``--rpc``: ``"10.0.0.2:50052,gpu-box:50052"`` -> ("10.0.0.2:50052", "gpu-box:50052"); "" -> ().
+
+    Raises:
+        ConfigError: something else, a server twice, or more than llama.cpp takes.
+    """
+    _require(isinstance(text, str), "rpc must be HOST:PORT, joined by commas", text)
+    servers = tuple(part.strip() for part in text.split(",")) if text.strip() else ()
+    for server in servers:
+        match = re.fullmatch(r"[A-Za-z0-9._-]+:([0-9]{1,5})", server)
+        ok = match is not None and 1 <= int(match[1]) <= 65535
+        _require(ok, "an rpc server must be a name or IPv4 address and a port, such as 10.0.0.2:50052", server)
+    _require(len(set(servers)) == len(servers), "rpc must name every server once", text)
+    _require(len(servers) <= MAX_RPC_SERVERS, f"rpc takes at most {MAX_RPC_SERVERS} servers", len(servers))
+    return servers
 
 
 def parse_tree(text: str) -> tuple[int, ...] | None:

@@ -647,6 +647,31 @@ def test_a_drafter_that_breaks_ends_only_its_own_answer(fast_model: Model, monke
         assert len(joined(engine.submit(prompt(0), SHORT)).token_ids) == 6
 
 
+def test_many_sessions_make_drafts_dear(fast_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of four sessions that draft nothing brings four tokens in its time: a draft must be worth more than that.
+
+    What the planner saw so far may be a session alone, whose milliseconds were worth a fourth.
+    """
+    budgets: list[Budget] = []
+    draft = Generation.draft
+
+    def watched(self: Generation, budget: Budget) -> None:
+        budgets.append(budget)
+        draft(self, budget)
+
+    monkeypatch.setattr(Generation, "draft", watched)
+    with Engine(fast_model, draft=DraftConfig("auto", cost="flat", mask_init="vocab-mean")) as engine:
+        joined(engine.submit([5, 6, 7], replace(SHORT, max_tokens=4)))
+        alone = budgets[0]
+        budgets.clear()
+        with paused(engine):  # all four are seen at once
+            tickets = [engine.submit([5, 6, 7 + n], SHORT) for n in range(4)]
+        for ticket in tickets:
+            joined(ticket)
+    assert alone.price == pytest.approx(1.0)  # a pass takes a millisecond, whatever its rows
+    assert budgets[0].price == pytest.approx(4.0)
+
+
 def test_a_short_request_does_not_wait_for_a_long_prompt(model: Model) -> None:
     with Engine(model, draft=PLAIN, n_slots=3) as engine:
         talking = engine.submit(prompt(1), LONG)
@@ -665,6 +690,30 @@ def test_a_short_request_does_not_wait_for_a_long_prompt(model: Model) -> None:
         )
         assert max(sum(len(part.token_ids) for part in parts) for parts in seen) <= 128
         talking.cancel()
+
+
+def test_the_oldest_prompt_and_the_shortest_ones_go_on_first(
+    fast_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[dict[int, int]] = []
+    run = Engine._pass
+
+    def watched(self: Engine, parts: Sequence[Any]) -> None:
+        passes.append({slot.request.serial: len(part.token_ids) for slot, part in parts if part.tree is None})
+        run(self, parts)
+
+    monkeypatch.setattr(Engine, "_pass", watched)
+    with Engine(fast_model, draft=PLAIN) as engine:
+        lengths = (400, 300, 20)
+        with paused(engine):  # all are seen at once
+            tickets = [engine.submit([n + 5] * length, SHORT) for n, length in enumerate(lengths)]
+        for ticket in tickets:
+            assert len(joined(ticket).token_ids) == 6
+    assert passes[0] == {0: 256, 1: 512 - 256 - 19, 2: 19}
+    # the shortest one decodes now, so a pass has fewer rows for prompts
+    assert passes[1] == {0: 64 + 2, 1: 62}
+    assert sum(one.get(0, 0) for one in passes) == 399
+    assert sum(one.get(1, 0) for one in passes) == 299
 
 
 def test_requests_start_in_their_order(fast_model: Model) -> None:

@@ -21,9 +21,10 @@ ROWS = (
     ("drafters", "verify", "planner"),
     ("session",),
     ("engine",),
-    ("bench", "analysis"),
+    ("bench", "analysis", "dropin"),
     ("server",),
     ("cli",),
+    ("deploy",),
 )
 ROW_OF: dict[str, float] = {name: number for number, row in enumerate(ROWS, start=1) for name in row}
 PUBLIC = "esp_edge"  # the package itself, that is its public names

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import socket
+import statistics
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -137,6 +141,164 @@ def test_all_answers_of_a_request_are_cancelled(model: Model) -> None:
             httpx.post(f"{server.url}/v1/completions", json={"prompt": ["a"] * 6, "n": 2}, timeout=0.4)
         assert all(ticket.cancelled.wait(2) for ticket in server.engine.tickets)
         assert len(server.engine.tickets) == 4  # the others were not even asked for
+
+
+# -- the bundled model -----------------------------------------------------------------------------------------------
+
+QUESTIONS = (
+    "Why is the sky blue?",
+    "List five animals.",
+    "Write two sentences about rain.",
+    "How is bread made?",
+    "Say hello in three languages.",
+    "What is gravity?",
+    "Describe a forest.",
+    "Name four colours and a fruit for each.",
+)
+
+
+@pytest.fixture(scope="module")
+def smollm(model_path: Path) -> Iterator[Running]:
+    draft = DraftConfig("auto")
+    with (
+        load(str(model_path), ModelConfig(n_ctx=4096)) as model,
+        Engine(model, draft=draft, n_slots=8) as engine,
+        running(engine, ServerSettings(draft=draft)) as server,
+    ):
+        yield server
+
+
+def resident_mib() -> float:
+    """Of this process, server included; 0 where /proc does not tell."""
+    try:
+        return int(Path("/proc/self/status").read_text("ascii").split("VmRSS:")[1].split()[0]) / 1024
+    except OSError:
+        return 0.0
+
+
+def refrain(code: int) -> dict[str, Any]:
+    """A prompt that the model goes on with its own number."""
+    return {"prompt": f"The code is {code}. " * 3 + "The code is", "max_tokens": 6}
+
+
+def ask_for_number(server: Running, code: int, leave_after: int | None) -> str | None:
+    """The answer to a number's own prompt; None when its client left in the middle."""
+    if leave_after is None:
+        response = server.http.post("/v1/completions", json=refrain(code))
+        assert response.status_code == 200, response.text
+        return str(response.json()["choices"][0]["text"])
+    body = refrain(code) | {"stream": True, "max_tokens": 400, "ignore_eos": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        for _, event in zip(range(leave_after), events(response), strict=False):
+            assert "error" not in event
+    return None
+
+
+@pytest.mark.model
+def test_two_hundred_requests_of_eight_clients_some_of_whom_leave(smollm: Running) -> None:
+    rng = random.Random(5)
+    work = [(1000 + 37 * n, rng.randint(1, 12) if rng.random() < 0.2 else None) for n in range(200)]
+    before = smollm.engine.status()["totals"]
+    wrong: list[tuple[int, str]] = []
+    sizes: list[float] = []
+
+    def one(job: tuple[int, int | None]) -> None:
+        text = ask_for_number(smollm, *job)
+        if text is not None and str(job[0]) not in text:
+            wrong.append((job[0], text))
+        sizes.append(resident_mib())
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, work))  # raises what a request raised
+    smollm.wait_idle()
+    assert wrong == []
+    status = smollm.engine.status()
+    counted = {name: n - before[name] for name, n in status["totals"].items()}
+    assert (counted["requests"], counted["failed"]) == (200, 0)
+    assert counted["finished"] + counted["cancelled"] == 200
+    assert counted["cancelled"] > 20
+    assert (status["active"], status["queue"]) == (0, 0)
+    assert {slot["state"] for slot in status["slots"]} == {"idle"}
+    assert statistics.median(sizes[-40:]) - statistics.median(sizes[60:100]) < 12, "memory grows"
+
+
+@pytest.mark.model
+def test_eight_streams_make_more_tokens_than_one_after_the_other(smollm: Running) -> None:
+    """Rounds of both alternate, so that what disturbs this machine disturbs both."""
+
+    def seconds(n_clients: int, turn: int) -> float:
+        bodies = [f"Attempt {turn}. {question}" for question in QUESTIONS]
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(n_clients) as pool:
+            replies = list(pool.map(lambda text: smollm.chat(text, max_tokens=20, ignore_eos=True), bodies))
+        took = time.perf_counter() - begin
+        assert [reply["usage"]["completion_tokens"] for reply in replies] == [20] * len(QUESTIONS)
+        return took
+
+    ratios: list[float] = []
+    while len(ratios) < 3 or (len(ratios) < 9 and statistics.median(ratios) < 1.5):
+        turn = 2 * len(ratios)
+        ratios.append(seconds(1, turn) / seconds(8, turn + 1))
+    assert statistics.median(ratios) >= 1.5, ratios
+
+
+@pytest.mark.model
+def test_twenty_killed_clients_and_the_next_request_starts_at_once(smollm: Running) -> None:
+    def first_text() -> float:
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 4}
+        begin = time.perf_counter()
+        with smollm.http.stream("POST", CHAT, json=body) as response:
+            next(event for event in events(response) if event["choices"][0]["delta"].get("content"))
+            return time.perf_counter() - begin
+
+    first_text()
+    usual = first_text()
+    for n in range(20):
+        kill_mid_stream(smollm, QUESTIONS[n % len(QUESTIONS)])
+    waited = first_text()
+    assert waited < max(1.0, 5 * usual)
+    smollm.wait_idle()
+
+
+def kill_mid_stream(server: Running, text: str) -> None:
+    """A client that is gone without a word: its system resets the connection."""
+    body = {"messages": [{"role": "user", "content": text}], "stream": True, "max_tokens": 1000, "ignore_eos": True}
+    data = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n"
+    head += "Content-Type: application/json\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), 30) as client:
+        client.sendall(head.encode() + data)
+        seen = b""
+        while seen.count(b"data: ") < 3:
+            part = client.recv(4096)
+            assert part, seen
+            seen += part
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+@pytest.mark.model
+def test_exact_answers_under_load_are_the_solo_answers(model_path: Path) -> None:
+    sampled = {"temperature": 0.8, "seed": 3}
+    work = [(text, more) for text in QUESTIONS for more in ({}, sampled)]
+    draft = DraftConfig("auto")
+    with (
+        load(str(model_path), ModelConfig(n_ctx=2048, exact=True)) as model,
+        Engine(model, draft=draft, n_slots=8) as engine,
+        running(engine, ServerSettings(draft=draft)) as server,
+    ):
+
+        def answer(job: tuple[str, dict[str, Any]]) -> str:
+            text, more = job
+            return server.text(text, max_tokens=16, **more)
+
+        alone = [answer(job) for job in work]
+        with ThreadPoolExecutor(8) as pool:
+            for n in range(4):
+                pool.submit(ask_for_number, server, 1000 + n, 1 + n)  # clients that leave
+            together = list(pool.map(answer, work))
+        assert together == alone
+        server.wait_idle()
 
 
 # -- failures --------------------------------------------------------------------------------------------------------

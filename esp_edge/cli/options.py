@@ -140,6 +140,12 @@ class LoadOptions:
     cache_type_k: Annotated[str, _load("-ctk", "--cache-type-k", text="KV cache type of K.")] = _MODEL.type_k
     cache_type_v: Annotated[str, _load("-ctv", "--cache-type-v", text="KV cache type of V.")] = _MODEL.type_v
     exact: Annotated[bool, _load("--exact", text="Bit-exact decoding on the CPU.")] = _MODEL.exact
+    kernels: Annotated[
+        str, _load("--kernels", metavar="fast|stock", text="CPU kernels: ours, where they work, or llama.cpp's.")
+    ] = _MODEL.kernels
+    rpc: Annotated[
+        str, _load("--rpc", metavar="HOST:PORT,...", text="llama.cpp RPC servers that take layers; with -ngl.")
+    ] = _MODEL.rpc
 
     def config(self) -> ModelConfig:
         """Checked settings.
@@ -157,6 +163,8 @@ class LoadOptions:
             type_k=self.cache_type_k,
             type_v=self.cache_type_v,
             exact=self.exact,
+            kernels=self.kernels,
+            rpc=self.rpc,
         )
 
 

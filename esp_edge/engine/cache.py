@@ -6,7 +6,7 @@ import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from esp_edge._runtime import llama_cpp, native
@@ -57,6 +57,7 @@ class Part:
     """What one slot brings to a pass: a tree, or prompt tokens whose logits nobody reads.
 
     Attributes:
+        rows: of the part, re-fed ones included.
         outputs: of the tree's rows, once the pass ran.
         error: why this part did not run.
     """
@@ -66,11 +67,10 @@ class Part:
     token_ids: Sequence[int] = ()
     outputs: Outputs | None = None
     error: Exception | None = None
+    rows: int = field(init=False)  # asked for several times a pass, and counting masks takes its time
 
-    @property
-    def rows(self) -> int:
-        """Rows of the part, re-fed ones included."""
-        return len(self.token_ids) if self.tree is None else self.tree.n_rows + len(self.step.refeed)
+    def __post_init__(self) -> None:
+        self.rows = len(self.token_ids) if self.tree is None else self.tree.n_rows + len(self.step.refeed)
 
 
 class SharedCache:
@@ -93,6 +93,7 @@ class SharedCache:
 
     def __init__(self, model: TargetModel, n_slots: int) -> None:
         self.exact = model.config.exact
+        self._pads_lone_rows = model.pads_lone_rows
         can_branch = model.capability.speculation
         self.width = min(_SLOT_SEQUENCES, (_MAX_SEQUENCES - 1) // n_slots) if can_branch else 1
         self._parking = n_slots * self.width if self.exact else _FREE
@@ -141,7 +142,7 @@ class SharedCache:
             taken = [part for part in parts if self._append(part)]
             if not taken:
                 return True
-            padded = self.exact and sum(part.tree.n_rows for part in taken if part.tree is not None) == 1
+            padded = self._pads_lone_rows and sum(part.tree.n_rows for part in taken if part.tree is not None) == 1
             if padded:  # logits of a lone row come from a kernel of its own
                 self._batch.start(by_id)
                 for part in taken:

@@ -14,6 +14,7 @@ from esp_edge.config import MAX_BLOCK, DraftConfig, GenerationParams
 from esp_edge.drafters.base import Budget
 from esp_edge.drafters.draft_model import DraftModelDrafter
 from esp_edge.engine.cache import Part, PromptPrefill, SharedCache
+from esp_edge.engine.ledger import Ledger
 from esp_edge.engine.slot import Request, Settings, Slot
 from esp_edge.engine.ticket import Ticket
 from esp_edge.errors import ConfigError, EngineClosedError, QueueFullError
@@ -76,6 +77,7 @@ class Engine:
         self.max_queue = max_queue
         self._progress = progress
         self._planners: dict[str, Planner] = {}
+        self._ledger = Ledger()
         self._settings: dict[DraftConfig, Settings] = {}
         self._settling = threading.Lock()
         self._default = draft or DraftConfig()
@@ -425,16 +427,21 @@ class Engine:
         return [slot for slot in self._active() if not slot.decoding]
 
     def _prompt_parts(self) -> list[tuple[Slot, Part]]:
-        """A share of the pass for every prompt, so that a short one does not wait for a long one."""
+        """Rows of the pass for prompts: half for the oldest, so that none starves, the rest for the shortest first.
+
+        Equal shares would let long prompts hold up each other, and all end together, late.
+        """
         slots = self._prefilling()
         if not slots:
             return []
         n_decoding = len(self._active()) - len(slots)
         rows = max(_LEAST_PREFILL_ROWS, _PREFILL_ROWS // n_decoding) if n_decoding else BATCH_ROWS
-        parts, left = [], rows
-        for n, slot in enumerate(sorted(slots, key=_missing)):
-            share = min(_missing(slot), max(1, left // (len(slots) - n)))
-            left -= share
+        first = min(_missing(slots[0]), rows // 2)
+        left, parts = rows - first, []
+        for slot in sorted(slots, key=_missing):
+            kept = first if slot is slots[0] else 0
+            share = kept + min(_missing(slot) - kept, left)
+            left -= share - kept
             n_past = slot.step.n_past
             if share > 0 and slot.request is not None:
                 part = Part(slot.step, token_ids=slot.request.generation.token_ids[n_past : n_past + share])
@@ -511,16 +518,18 @@ class Engine:
         slots = [slot for slot in self._active() if slot.decoding]
         spare = max(0, self._spare())
         parts: list[tuple[Slot, Part]] = []
+        plain = rest = sum(1 + len(slot.step.refeed) for slot in slots)  # rows of the pass when nobody drafts
         rows = 0
-        for n, slot in enumerate(slots):
+        for slot in slots:
             if slot.request is None:
                 continue
             generation, refeed = slot.request.generation, len(slot.step.refeed)
+            rest -= 1 + refeed
             most = max(1, min(self._share(len(slots)) - (refeed if self._exact else 0), 1 + spare // len(slots)))
             try:
                 if slot.needs_draft:
-                    others = rows + len(slots) - n - 1
-                    generation.draft(self._budget(slot, generation, most, others + refeed))
+                    others = rows + refeed + rest
+                    generation.draft(self._budget(slot, generation.left, most, others, (len(slots), plain)))
                     slot.needs_draft = False
                 if generation.tree.n_rows > most:
                     generation.plain()
@@ -531,14 +540,23 @@ class Engine:
             rows += parts[-1][1].rows
         return parts
 
-    def _budget(self, slot: Slot, generation: Generation, most: int, others: int) -> Budget:
-        """What a session's tree may use, beside ``others`` rows of the same pass."""
-        depth, planner = generation.left - 1, slot.planner
+    def _budget(self, slot: Slot, left: int, most: int, others: int, plain: tuple[int, int]) -> Budget:
+        """What a session's tree may use when ``left`` tokens are wanted, beside ``others`` rows of the same pass.
+
+        Args:
+            plain: tokens and rows of the pass when nobody drafts: its speed is a price that drafts must reach. What was
+                observed so far may be of fewer sessions, whose time was worth less.
+        """
+        planner, width = slot.planner, self._cache.width
         if planner is None:
-            return Budget(most, depth, self._cache.width)
+            return Budget(most, left - 1, width)
         n_past = slot.step.n_past
         cost = planner.cost(min(most, slot.most_rows) + others, n_past)[others:]
-        return Budget(most, depth, self._cache.width, cost, planner.price(n_past))
+        tokens, rows = plain
+        price = max(planner.price(n_past), tokens / float(planner.cost(rows, n_past)[-1]))
+        if tokens > 1:
+            price *= self._ledger.factor
+        return Budget(most, left - 1, width, cost, price)
 
     def _pack(self, trees: list[tuple[Slot, Part]], prompts: list[tuple[Slot, Part]]) -> list[list[tuple[Slot, Part]]]:
         """Passes of at most 63 rows in exact mode, else one pass. What may drop most cells comes last."""
@@ -567,6 +585,7 @@ class Engine:
         planner = next((slot.planner for slot, _ in parts if slot.planner is not None), None)
         if planner is not None and emitted and all(part.tree is not None for _, part in parts):
             planner.observe(rows, context, self._cache.last_ms, emitted)
+            self._ledger.observe(len(parts), rows, self._cache.last_ms, emitted)
 
     def _after(self, slot: Slot, part: Part) -> int:
         """Take up a part of a pass: the tokens it emitted."""

@@ -22,7 +22,9 @@ from esp_edge.models import gguf, hub
 from esp_edge.models.cache import ModelCache
 from esp_edge.models.device import tuned_threads
 from esp_edge.models.embeddings import EmbeddingTable
-from esp_edge.models.exact import require_width_invariance
+from esp_edge.models.exact import lone_rows_differ, require_width_invariance
+from esp_edge.models.kernels import plan_kernels
+from esp_edge.models.rpc import RpcServers
 from esp_edge.models.template import ChatTemplate
 from esp_edge.models.tokenizer import Tokenizer
 
@@ -215,6 +217,8 @@ class TargetModel:
         n_ctx: context length of new contexts.
         contexts: those made from it and still alive.
         capability: what speculation may use; found out at load.
+        kernels: what the CPU computes with.
+        pads_lone_rows: exact mode: a pass of one row has other bits than one of several, so it gets a second row.
         cache: facts measured about this file.
         curve: what passes cost here, once a session has measured it (:mod:`esp_edge.planner`).
         remember: whether sessions store there what they learned about drafting, for the next program that loads it.
@@ -224,15 +228,19 @@ class TargetModel:
         self.config = config or ModelConfig()
         self.pointer: Any = None
         self.remember = False
+        self.pads_lone_rows = False
         self.curve: object = None
         self._tokenizer: Tokenizer | None = None
         self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self.path: Path = hub.resolve(spec, progress=progress)
         self.header = gguf.preflight(self.path)
-        if self.config.exact:
+        self.kernels = plan_kernels(self.config, self.header)
+        if self.config.exact and not self.kernels.complete:
             prepare_exact(self.header)
-        self.pointer = self._load()
+        self._rpc = RpcServers(self.config.rpc)
         try:
+            self.pointer = self._load()
+            self.kernels = self.kernels.take_over(self.address)
             self._tokenizer = Tokenizer(llama_cpp.llama_model_get_vocab(self.pointer))
             self._refuse_unsupported()
             self.n_ctx = self._context_length()
@@ -242,6 +250,7 @@ class TargetModel:
             self.embeddings = self._open_embeddings(self.capability.scale) if self.capability.masks else None
             if self.config.exact:
                 require_width_invariance(self)
+                self.pads_lone_rows = lone_rows_differ(self)
         except BaseException:
             self.close()
             raise
@@ -251,8 +260,10 @@ class TargetModel:
     def _load(self) -> Any:
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = self.config.n_gpu_layers
-        # repacked k-quants have kernels of their own for a few rows, with other bits
-        params.use_extra_bufts = not (self.config.exact and _tiled_types(self.header))
+        params.devices = self._rpc.devices
+        # repacked weights are out of reach of our kernels, and repacked k-quants have others for a few rows
+        tiled = self.config.exact and bool(_tiled_types(self.header))
+        params.use_extra_bufts = not (self.kernels.complete or tiled)
         with captured_log() as log:
             pointer = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
         if not pointer:
@@ -271,6 +282,8 @@ class TargetModel:
 
     def check_memory(self, n_ctx: int) -> None:
         """Raise ConfigError when the KV cache alone exceeds the machine's memory: the system would kill us instead."""
+        if self.config.rpc:
+            return  # most of it is on other machines
         try:
             total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         except (AttributeError, ValueError, OSError):
@@ -427,6 +440,7 @@ class TargetModel:
                 self._tokenizer.close()
             llama_cpp.llama_model_free(self.pointer)
             self.pointer = None
+        self._rpc.close()
 
     def __del__(self) -> None:
         if getattr(self, "pointer", None) and llama_cpp is not None:  # modules go first when the interpreter ends
