@@ -16,6 +16,7 @@ from esp_edge.cli.app import main
 from esp_edge.config import DraftConfig, GenerationParams, ModelConfig
 from esp_edge.errors import ContextLengthError
 from esp_edge.metrics import GenerationStats
+from esp_edge.models.kernels import Kernels
 from esp_edge.session import Chunk, TokenLogprob
 
 __all__ = ["FakeModel", "FakeSession", "Program", "make_program", "one_error"]
@@ -85,6 +86,7 @@ class FakeModel:
         self.n_ctx = self.config.n_ctx or 200
         self.template_warning: str | None = None
         self.note: str | None = None
+        self.kernels = Kernels()
         self.capability = SimpleNamespace(masks=True, reason=None)
         self.tokenizer = SimpleNamespace(raw_piece=lambda token_id: b"<%d>" % token_id)
         self.script: Callable[[str], list[str]] = lambda text: ["You ", "said ", text]

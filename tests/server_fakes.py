@@ -38,7 +38,13 @@ class Running:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        options = {"loop": "asyncio", "http": "h11", "ws": "none", "log_level": "warning", "timeout_graceful_shutdown": 2} | config
+        options = {
+            "loop": "asyncio",
+            "http": "h11",
+            "ws": "none",
+            "log_level": "warning",
+            "timeout_graceful_shutdown": 2,
+        } | config
         self.server = uvicorn.Server(uvicorn.Config(app, **options))
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()

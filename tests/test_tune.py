@@ -157,6 +157,7 @@ def program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     made = make_program(monkeypatch, capsys)
     monkeypatch.setattr("esp_edge.models.model.default_threads", lambda: 1)
     monkeypatch.setattr(measure, "measure_threads", scripted_threads)
+    monkeypatch.setattr(measure, "measure_models", lambda *_args, **_options: [TWO, ONE])
     monkeypatch.setattr(measure, "measure_curve", lambda *_args, **_options: CostCurve({256: TWO}))
     return made
 
@@ -185,7 +186,7 @@ def test_tune_writes_json(program: Program, tiny: Callable[..., Path]) -> None:
     assert document["break_even"] == {"2": 1.5, "4": 2.2, "8": 3.5, "16": 6.0}
     assert {row["threads"] for row in document["threads"]} == {1, 2}
     assert document["curve"] == {"256": {str(n): ms for n, ms in TWO.items()}}
-    assert [line["kind"] for line in document["advice"]][:3] == ["threads", "quant", "build"]
+    assert [line["kind"] for line in document["advice"]][:3] == ["threads", "kernels", "quant"]
     assert document["machine"]["threads"] == 1
 
 

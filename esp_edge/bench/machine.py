@@ -19,11 +19,23 @@ __all__ = ["describe_machine", "describe_run"]
 def describe_run(model: TargetModel, *, n_ctx: int = 0, n_threads: int = 0) -> dict[str, Any]:
     """:func:`describe_machine` for a loaded model; 0 = what the model has."""
     quant = gguf.quant_name(model.header)
-    return describe_machine(model.config, quant=quant, n_ctx=n_ctx or model.n_ctx, n_threads=n_threads or model.threads)
+    return describe_machine(
+        model.config,
+        quant=quant,
+        n_ctx=n_ctx or model.n_ctx,
+        n_threads=n_threads or model.threads,
+        kernels=str(model.kernels),
+    )
 
 
-def describe_machine(config: ModelConfig, *, quant: str, n_ctx: int, n_threads: int) -> dict[str, Any]:
-    """JSON-ready; memory in bytes, the date in UTC, the GPUs only where layers go to one."""
+def describe_machine(
+    config: ModelConfig, *, quant: str, n_ctx: int, n_threads: int, kernels: str | None = None
+) -> dict[str, Any]:
+    """JSON-ready; memory in bytes, the date in UTC, the GPUs only where layers go to one.
+
+    Args:
+        kernels: what a loaded model computes with; None = none is loaded yet, so the setting is told.
+    """
     return {
         "cpu": cpu_name(),
         "cores": usable_cores(),
@@ -37,6 +49,7 @@ def describe_machine(config: ModelConfig, *, quant: str, n_ctx: int, n_threads: 
         "quant": quant,
         "n_ctx": n_ctx,
         "n_gpu_layers": config.n_gpu_layers,
+        "kernels": kernels or config.kernels,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from esp_edge.cli.output import Bar
+from esp_edge.cli.output import Bar, Notices
 from esp_edge.config import DraftConfig, GenerationParams, ModelConfig
 from esp_edge.metrics import GenerationStats
 
@@ -28,11 +28,13 @@ def to_messages(text: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 def load_model(spec: str, config: ModelConfig) -> Model:
-    """:func:`esp_edge.session.load` with a progress bar for what has to be downloaded."""
+    """:func:`esp_edge.session.load` with a progress bar for what has to be downloaded, and a note if kernels failed."""
     from esp_edge.session import load  # noqa: PLC0415 - loads llama.cpp
 
     with Bar(f"downloading {spec}", unit="bytes") as bar:
-        return load(spec, config, progress=bar.update_file)
+        model = load(spec, config, progress=bar.update_file)
+    Notices().show(model.kernels.warning)
+    return model
 
 
 @contextmanager

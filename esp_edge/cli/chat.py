@@ -327,7 +327,8 @@ class Chat:
     def _stats(self, _argument: str) -> None:
         if self.stats is None:
             raise ConfigError("there is no answer yet, so there are no statistics")
-        console().print(stats_table(self.stats, self.session.explain(self.stats)))
+        explanation = self.session.explain(self.stats)
+        console().print(stats_table(self.stats, explanation, kernels=self.session.model.kernels))
 
 
 def _say(text: str) -> None:

@@ -84,7 +84,8 @@ def generate(
             notices.show(session.model.template_warning)
         result = _run_one(session, text if raw else to_messages(text, system), params, as_json)
         if explain:
-            console().print(stats_table(result.stats, session.explain(result.stats)))
+            explanation = session.explain(result.stats)
+            console().print(stats_table(result.stats, explanation, kernels=session.model.kernels))
         _finish(result, stats)
 
 

@@ -79,6 +79,13 @@ def describe(model: TargetModel) -> dict[str, Any]:
             "bit_equal": capability.bit_equal,
             "reason": capability.reason,
         },
+        "kernels": {
+            "isa": model.kernels.isa,
+            "matrices": dict(model.kernels.matrices),
+            "complete": model.kernels.complete,
+            "reason": model.kernels.reason,
+            "text": str(model.kernels),
+        },
         "memory": {
             "n_ctx": model.n_ctx,
             **gguf.memory_estimate(header, model.n_ctx, model.config.type_k, model.config.type_v),
@@ -123,6 +130,7 @@ def _rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("BOS, EOS", ", ".join(_token_text(document[name]) for name in ("bos", "eos"))),
         ("ends an answer", ", ".join(map(_token_text, document["eog"])) or "no token"),
         ("mask probing", _capability_text(capability)),
+        ("kernels", document["kernels"]["text"]),
         (
             f"memory at {memory['n_ctx']} tokens",
             f"{_size(memory['total'])}: weights {_size(memory['weights'])}, KV cache {_size(memory['kv_cache'])}, "

@@ -210,16 +210,20 @@ def summary(n_tokens: int, stats: GenerationStats) -> str:
     )
 
 
-def stats_table(stats: GenerationStats, explanation: Mapping[str, Any] | None = None) -> Table:
+def stats_table(
+    stats: GenerationStats, explanation: Mapping[str, Any] | None = None, *, kernels: object = None
+) -> Table:
     """Statistics of an answer, acceptance by depth and source included, and why the drafter drafted as it did.
 
     Args:
         explanation: of :meth:`esp_edge.session.Session.explain`.
+        kernels: what the model computes with (:class:`esp_edge.models.kernels.Kernels`).
     """
     from rich.table import Table  # noqa: PLC0415 - rich is slow to import
 
     table = Table(title="last answer", show_header=False, title_justify="left")
-    for name, value in [*_stats_rows(stats), *(_explained(explanation) if explanation else [])]:
+    told = [("kernels", one_line(str(kernels)))] if kernels is not None else []
+    for name, value in [*_stats_rows(stats), *told, *(_explained(explanation) if explanation else [])]:
         table.add_row(name, value)
     return table
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import shlex
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,7 +41,7 @@ def tune(
     reset: Annotated[bool, _tune("--reset", text="Forget it, and measure nothing.")] = False,
     as_json: Annotated[bool, _tune("--json", text="Print one JSON document.")] = False,
 ) -> None:
-    """Measure what a pass of n rows costs here, by threads, and say what would make it cheaper.
+    """Measure what a pass of n rows costs here, by threads and kernels, and say what would make it cheaper.
 
     The cost curve that decides about drafts is measured anew, too. A thread count that was remembered with --apply is
     used wherever --threads is 0.
@@ -73,7 +73,7 @@ def _measured(model: TargetModel, counts: list[int], name: str, apply: bool) -> 
     applied = apply and _apply(model, told, best)
     with Bar("measuring the cost of a pass") as bar:
         curve = measure.load_curve(model, redo=True, progress=bar.update)
-    lines = [told, *_more_advice(model, curve, name)]
+    lines = [told, *_on_kernels(model, name), *_more_advice(model, curve, name)]
     return {**_document(model, times, curve), "in_use": in_use, "best": best, "applied": applied} | {
         "advice": [asdict(line) for line in lines]
     }
@@ -97,6 +97,23 @@ def _remember(model: TargetModel, n_threads: int) -> bool:
     return True
 
 
+def _on_kernels(model: TargetModel, name: str) -> list[Advice]:
+    """Our CPU kernels beside llama.cpp's in a few passes of this model, or why ours do not run; [] on a GPU."""
+    from esp_edge.models.model import TargetModel  # noqa: PLC0415
+    from esp_edge.planner import advice, measure  # noqa: PLC0415
+
+    kernels = model.kernels
+    if kernels.isa is None:
+        on_cpu = model.config.n_gpu_layers == 0 and kernels.reason is not None
+        return [advice.Advice("kernels", str(kernels))] if on_cpu else []
+    with (
+        TargetModel(str(model.path), replace(model.config, kernels="stock")) as stock,
+        Bar("comparing kernels") as bar,
+    ):
+        ours, llama_cpp = measure.measure_models([model, stock], progress=bar.update)
+    return [advice.on_kernels(ours, llama_cpp, kernels.isa, f"esp-edge generate -m {name} --kernels stock")]
+
+
 def _more_advice(model: TargetModel, curve: CostCurve, name: str) -> list[Advice]:
     """About quant, build, device and environment."""
     from esp_edge._runtime import llama_cpp  # noqa: PLC0415
@@ -109,7 +126,8 @@ def _more_advice(model: TargetModel, curve: CostCurve, name: str) -> list[Advice
     lines: list[Advice | None] = []
     if model.capability.speculation:
         ratio = functools.partial(curve.ratio, context=_CONTEXT)
-        lines.append(advice.on_quant(gguf.quant_name(model.header), ratio, name, on_gpu=on_gpu))
+        quant, ours = gguf.quant_name(model.header), model.kernels.complete
+        lines.append(advice.on_quant(quant, ratio, name, on_gpu=on_gpu, ours=ours))
     system_info = llama_cpp.llama_print_system_info().decode("utf-8", "replace")
     lines.append(advice.on_build(system_info, cpu_flags(), importlib.metadata.version("llama-cpp-python")))
     can_offload = bool(llama_cpp.llama_supports_gpu_offload())

@@ -93,6 +93,7 @@ class Engine:
         self._stopping = False
         self._submitting = 0  # calls of submit that use the model now
         self._rounds = 0
+        self._pass_began = 0.0
         self._answer_s = _FIRST_GUESS_S
         self._totals = dict.fromkeys(
             ("requests", "finished", "cancelled", "failed", "preempted", "passes", "prompt_tokens", "cached_tokens"), 0
@@ -264,6 +265,7 @@ class Engine:
         if self._prompts is not None:
             self._prefill_chunk(self._prompts)
         self._make_room()
+        self._pass_began = time.perf_counter()
         for parts in self._pack(self._draft_trees(), [] if self._exact else self._prompt_parts()):
             self._pass(parts)
         with self._changed:
@@ -585,7 +587,9 @@ class Engine:
         planner = next((slot.planner for slot, _ in parts if slot.planner is not None), None)
         if planner is not None and emitted and all(part.tree is not None for _, part in parts):
             planner.observe(rows, context, self._cache.last_ms, emitted)
-            self._ledger.observe(len(parts), rows, self._cache.last_ms, emitted)
+            now = time.perf_counter()  # making drafts and learning from them takes time, too
+            self._ledger.observe(len(parts), rows, 1000.0 * (now - self._pass_began), emitted)
+            self._pass_began = now
 
     def _after(self, slot: Slot, part: Part) -> int:
         """Take up a part of a pass: the tokens it emitted."""

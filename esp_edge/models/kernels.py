@@ -3,40 +3,51 @@
 They work on the weights as the file has them, cost little more for a few rows than for one, and give a row the same
 bits whatever the width of its pass. They hook into ggml's CPU backend, so they run only where the library is one they
 were tried with; everything else computes with llama.cpp's own kernels, with one line that says why.
+
+``$ESP_EDGE_KERNELS_ISA`` names the best instruction set that may be used, to try the others.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from esp_edge._runtime import native
 from esp_edge.config import ModelConfig
+from esp_edge.errors import ConfigError
 from esp_edge.models import gguf
 
-__all__ = ["FORMATS", "Kernels", "plan_kernels"]
+__all__ = ["FORMATS", "ISA_VARIABLE", "Kernels", "plan_kernels"]
 
 FORMATS = frozenset(("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16", "F16", "F32"))
+ISA_VARIABLE = "ESP_EDGE_KERNELS_ISA"
 _KNOWN_LIBRARIES = frozenset(("0.25.3",))  # ggml versions whose inner interface the hook was written for
+_NONE_HERE = "no kernels of ours for this processor (AVX2, AVX-512 VNNI or NEON with dot products)"
 _VECTOR, _MATRIX = 1, 2  # dimensions
 _UNIT = {"Q4_K": 256, "Q6_K": 256, "F16": 16, "F32": 16}  # what a row's length must be a multiple of; others: 32
+_RUNS = {"avx512": ("avx512", "avx2"), "avx2": ("avx2",), "neon": ("neon",)}  # by the best: what else runs, best first
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Which kernels a model computes with.
+    """Which kernels a model computes with; as text, one line for people.
 
     Attributes:
         isa: instruction set of our own, None = llama.cpp's kernels only.
         reason: why llama.cpp's, in one line; None where ours run or were not asked for.
+        failed: ours would suit this model and processor, but not the library: worth telling at every load.
         complete: every matrix of the file has a kernel of ours, so llama.cpp need not repack any.
+        types: of the file's matrices.
         matrices: how many were taken over, by type.
     """
 
     isa: str | None = None
     reason: str | None = None
+    failed: bool = False
     complete: bool = False
+    types: frozenset[str] = frozenset()
     matrices: Mapping[str, int] = field(default_factory=dict)
 
     def take_over(self, model_address: int) -> Kernels:
@@ -46,10 +57,15 @@ class Kernels:
         found = {name.upper(): n for name, n in native.take_over_weights(model_address, self.isa).items()}
         if not found:
             return Kernels(reason="no matrix of this model has a kernel of ours: llama.cpp's are used")
-        return Kernels(self.isa, None, self.complete, found)
+        # an instruction set may lack a format: BF16 where AVX-512 has no products of it
+        return replace(self, complete=self.complete and self.types <= found.keys(), matrices=found)
+
+    @property
+    def warning(self) -> str | None:
+        """What to tell whoever loads a model; None where all is as it was asked for."""
+        return self.reason if self.failed else None
 
     def __str__(self) -> str:
-        """One line for people."""
         if self.isa is None:
             return f"llama.cpp's ({self.reason})" if self.reason else "llama.cpp's"
         matrices = ", ".join(f"{n} x {name}" for name, n in sorted(self.matrices.items()))
@@ -57,26 +73,48 @@ class Kernels:
 
 
 def plan_kernels(config: ModelConfig, header: gguf.GGUFHeader) -> Kernels:
-    """What a model that is about to be loaded can use. No context may be computing when this is called first."""
+    """What a model that is about to be loaded can use. No context may be computing when this is called first.
+
+    Raises:
+        ConfigError: ``$ESP_EDGE_KERNELS_ISA`` is no instruction set.
+    """
     if config.kernels == "stock":
         return Kernels()
+    limit = _limit()
     if config.n_gpu_layers != 0:
         return Kernels(reason="layers run on other devices: llama.cpp's kernels are used")
-    isa, reason = _install()
-    if not isa:
-        return Kernels(reason=reason)
-    return Kernels(isa, None, all(_is_covered(tensor) for tensor in header.tensors.values()))
+    best, reason = _install()
+    if not best:
+        return Kernels(reason=reason, failed=reason != _NONE_HERE)
+    allowed = [isa for isa in _RUNS[best] if limit is None or isa in _RUNS[limit]]
+    if not allowed:
+        return Kernels(reason=f"{ISA_VARIABLE}={limit} leaves none of ours for this processor, which has {best}")
+    tensors = (tensor for part in gguf.read_parts(header) for tensor in part.tensors.values())
+    matrices = [tensor for tensor in tensors if _is_matrix(tensor)]
+    types = frozenset(tensor.type_name for tensor in matrices)
+    return Kernels(allowed[0], complete=all(map(_is_covered, matrices)), types=types)
 
 
-def _is_covered(tensor: gguf.TensorInfo) -> bool:
-    if len(tensor.shape) <= _VECTOR or 1 in tensor.shape:
-        return True
-    name = tensor.type_name
-    return len(tensor.shape) == _MATRIX and name in FORMATS and tensor.shape[0] % _UNIT.get(name, 32) == 0
+def _limit() -> str | None:
+    """The best instruction set that may be used; None = any."""
+    wanted = os.environ.get(ISA_VARIABLE) or None
+    if wanted is not None and wanted not in _RUNS:
+        raise ConfigError(f"{ISA_VARIABLE} must be one of {', '.join(_RUNS)}, but {wanted!r} was given")
+    return wanted
+
+
+def _is_matrix(tensor: gguf.TensorInfo) -> bool:
+    return len(tensor.shape) > _VECTOR and 1 not in tensor.shape
+
+
+def _is_covered(matrix: gguf.TensorInfo) -> bool:
+    name = matrix.type_name
+    return len(matrix.shape) == _MATRIX and name in FORMATS and matrix.shape[0] % _UNIT.get(name, 32) == 0
 
 
 @functools.cache
 def _install() -> tuple[str, str | None]:
+    """The best instruction set of ours here and None, or "" and why there is none."""
     version: str = native.ggml_version()
     if version not in _KNOWN_LIBRARIES:
         known = ", ".join(sorted(_KNOWN_LIBRARIES))
@@ -85,4 +123,4 @@ def _install() -> tuple[str, str | None]:
         isa: str = native.install_kernels()
     except RuntimeError as error:
         return "", f"{error}: llama.cpp's kernels are used"
-    return isa, None if isa else "no kernels of ours for this processor (AVX2, AVX-512 VNNI or NEON with dot products)"
+    return isa, None if isa else _NONE_HERE

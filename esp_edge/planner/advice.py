@@ -14,6 +14,7 @@ __all__ = [
     "on_build",
     "on_device",
     "on_environment",
+    "on_kernels",
     "on_quant",
     "on_threads",
     "thread_counts",
@@ -44,7 +45,7 @@ class Advice:
     """One line for the user.
 
     Attributes:
-        kind: ``threads``, ``quant``, ``build``, ``device`` or ``environment``.
+        kind: ``threads``, ``kernels``, ``quant``, ``build``, ``device`` or ``environment``.
         text: what was found, with its figures.
         command: what to run, None when all is well.
     """
@@ -113,15 +114,44 @@ def _threads(n: int) -> str:
     return f"{n} thread{'s' * (n != 1)}"
 
 
+# -- kernels ---------------------------------------------------------------------------------------------------------
+
+
+def on_kernels(ours: Mapping[int, float], stock: Mapping[int, float], isa: str, command: str) -> Advice:
+    """Whether our kernels (rows -> milliseconds) or llama.cpp's are faster here; ``command`` takes the latter."""
+    few_ours, few_stock = _few_ms(ours), _few_ms(stock)
+    faster = stock[1] * few_stock > ours[1] * few_ours
+    plain, few = stock[1] / ours[1], few_stock / few_ours
+    if not faster:
+        plain, few = 1 / plain, 1 / few
+    told = (
+        f"{f'ours ({isa}) are' if faster else 'llama.cpp is'} faster here: plain decoding {plain:.2f}x as fast "
+        f"({ours[1]:.1f} ms a token with ours, {stock[1]:.1f} with llama.cpp's), passes of 4-8 rows {few:.2f}x "
+        f"({few_ours:.1f} and {few_stock:.1f} ms)"
+    )
+    clear = math.sqrt(plain * few) >= _GAIN
+    return Advice("kernels", told, None if faster or not clear else command)
+
+
 # -- quant -----------------------------------------------------------------------------------------------------------
 
 
-def on_quant(quant: str, ratio: Callable[[int], float], model: str, *, on_gpu: bool = False) -> Advice:
-    """Whether the weights' type has kernels that share work between rows, judged by T(n) / T(1) alone."""
+def on_quant(
+    quant: str, ratio: Callable[[int], float], model: str, *, on_gpu: bool = False, ours: bool = False
+) -> Advice:
+    """Whether a pass shares work between rows, judged by T(n) / T(1).
+
+    Args:
+        ours: all matrices have kernels of ours, made for several rows: then another type is not the cure.
+    """
     two, four, eight = ratio(2), ratio(4), ratio(8)
     figures = f"2, 4 and 8 rows cost {two:.2f}, {four:.2f} and {eight:.2f} times one"
     if four <= 3.0 and eight <= 4.0:
         return Advice("quant", f"{quant} shares work between rows here: {figures}")
+    if ours:
+        return Advice(
+            "quant", f"{quant} has kernels for several rows, but they cost much here: {figures}; drafts will stay short"
+        )
     better = _GPU_BATCHED if on_gpu else _CPU_BATCHED
     found = f"{quant} has no batched kernel here: {figures}"
     if quant == better:

@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 from esp_edge._runtime import llama_cpp
@@ -28,6 +28,7 @@ __all__ = [
     "dummy_tokens",
     "load_curve",
     "measure_curve",
+    "measure_models",
     "measure_threads",
     "pass_ms",
     "plausible",
@@ -45,6 +46,7 @@ _MOST_STORED = 8  # curves of one model file: thread counts, exact mode, ...
 _SIZES = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, MAX_EXACT_BLOCK + 3, 96, 128, 192, MAX_BLOCK)
 _NEEDED = (1, 2, 4, 8)  # measured however slow the device is
 _THREAD_SIZES = (1, 2, 4, 6, 8, 16)
+_MODEL_SIZES = (1, 4, 8)
 _FAR = 7 * CONTEXT_STEP  # second context, copied together from blocks of the first
 _FAR_SHARE = 0.3  # of the budget, that is spent there on top
 _DEAREST = 0.15  # of the budget, that one pass may take if it can be left out
@@ -120,6 +122,7 @@ def curve_settings(model: TargetModel) -> dict[str, Any]:
         "cores": usable_cores(),
         "gpus": list(gpu_names()) if offloads(config) else [],
         "model": {**dataclasses.asdict(config), "n_ctx": None, "n_threads": model.threads},
+        "kernels": model.kernels.isa,  # None where they are wanted, but do not run
         "contexts": _contexts(model),
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     }
@@ -340,6 +343,31 @@ def measure_threads(
         return time_rounds(run, counts, sizes, budget_ms * len(counts), progress)
 
 
+def measure_models(
+    models: Sequence[TargetModel],
+    sizes: Sequence[int] = _MODEL_SIZES,
+    *,
+    budget_ms: float = BUDGET_MS,
+    progress: Progress | None = None,
+) -> list[dict[int, float]]:
+    """Rows -> milliseconds for one file loaded in several ways, from interleaved rounds on a context each.
+
+    The arguments are those of :func:`measure_threads`.
+    """
+    near = _contexts(models[0])[0]
+    sizes = [n for n in sizes if n <= _sizes(models[0], near)[-1]]
+    tokens = dummy_tokens(models[0], near + sizes[-1])
+    with ExitStack() as stack:
+        steps = [
+            Step(stack.enter_context(closing(model.new_context(1, n_ctx=near + CONTEXT_STEP)))) for model in models
+        ]
+        for step in steps:
+            step.prefill(tokens[:near])
+        which = range(len(models))
+        found = time_rounds(lambda i, n: pass_ms(steps[i], n, tokens), which, sizes, budget_ms * len(models), progress)
+    return [found[i] for i in which]
+
+
 def time_rounds(
     run: Callable[[int, int], float],
     counts: Sequence[int],
@@ -347,7 +375,10 @@ def time_rounds(
     budget_ms: float,
     progress: Progress | None = None,
 ) -> dict[int, dict[int, float]]:
-    """The rounds of :func:`measure_threads`; ``run(n_threads, rows)`` returns milliseconds, the only clock there is."""
+    """The rounds of :func:`measure_threads`; ``run(n_threads, rows)`` returns milliseconds, the only clock there is.
+
+    Those of :func:`measure_models`, too: ``counts`` are then the models' places.
+    """
     times: dict[tuple[int, int], list[float]] = {(count, n): [] for count in counts for n in sizes}
     spent = 0.0
     for number in range(_MOST_ROUNDS):

@@ -138,6 +138,7 @@ def _props(service: Service) -> dict[str, Any]:
         "template_warning": model.template_warning,
         "exact": model.config.exact,
         "capability": asdict(model.capability),
+        "kernels": str(model.kernels),
         "embeddings": pooling_of(model, settings.pooling) is not None,
         "draft": drafting,
         "drafters": [name for name in DRAFTERS if name != "draft-model" or settings.draft.draft_model],
