@@ -589,7 +589,7 @@ def test_specbench_measures_the_peer_beside_ours(
     assert one.running() == []
     rows = {row["drafter"]: row for row in json.loads(out)["rows"] if row["category"] == "all"}
     modes = ["llama-server:none", "llama-server:ngram-mod", "llama-server:ngram-simple[size-n=3,size-m=8]"]
-    assert list(rows) == ["none", "pld", *modes]
+    assert list(rows) == ["none", "pld", "none[stock]", *modes]
     theirs, fast = rows["llama-server:none"], rows["llama-server:ngram-mod"]
     assert (theirs["identical"], theirs["near_ties"], theirs["n_prompts"]) == (2, 0, 3)
     assert (theirs["tau"], theirs["rows_per_pass"], theirs["speedup_peer"], theirs["identical_peer"]) == (1, 1, 1, 3)

@@ -57,7 +57,8 @@ def test_exact_mode_is_identical(model: Model, second: str, name: str, rows: int
                 same(found, collect(plain, prompt, params))
                 accepted += found.accepted
                 stats = found.chunks[-1].stats
-                assert (stats.drafter, stats.block_complexity, stats.masks) == (name, rows, 0)
+                assert (stats.drafter, stats.block_complexity) == (name, rows)
+                assert stats.masks == 0 or name == "auto"  # which probes where the measured cost says that it can pay
                 assert stats.rows_per_pass <= rows
     assert accepted > 0
 
