@@ -41,7 +41,7 @@ def our_command(file: Path, config: ModelConfig, *, n_slots: int, drafter: str) 
         *[sys.executable, "-m", "esp_edge", "serve", "-m", str(file), "--drafter", drafter, "-np", str(n_slots)],
         *["-c", str(config.n_ctx), "-t", str(config.n_threads), "-ngl", str(config.n_gpu_layers)],
         *["-fa", "on" if config.flash_attn else "off", "-ctk", config.type_k, "-ctv", config.type_v, "--host", HOST],
-        *(["--exact"] if config.exact else []),
+        *["--kernels", config.kernels, *(["--exact"] if config.exact else [])],
         *(["--rpc", config.rpc] if config.rpc else []),
     ]
 

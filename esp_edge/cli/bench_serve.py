@@ -6,11 +6,14 @@ import dataclasses
 import functools
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from esp_edge.cli.bench import AsJson, NoPlots, model_file, shown_command
 from esp_edge.cli.options import LoadOptions, ModelName, option
 from esp_edge.cli.output import Bar, note, print_json, write_text
+
+if TYPE_CHECKING:
+    from esp_edge.bench.serving import ServingPlan
 
 __all__ = ["serve"]
 
@@ -43,31 +46,19 @@ def serve(
     Real servers are started with the same settings and asked in turn; about half a minute a repetition and server.
     """
     from esp_edge.bench import plots, serving_report  # noqa: PLC0415 - the rest loads llama.cpp
-    from esp_edge.bench.peers import Peer, PeerMode  # noqa: PLC0415
     from esp_edge.bench.results import make_folder, write_json  # noqa: PLC0415
-    from esp_edge.bench.serving import ServingPlan, measure  # noqa: PLC0415
+    from esp_edge.bench.serving import measure  # noqa: PLC0415
     from esp_edge.bench.spec import parse_numbers, split_list  # noqa: PLC0415
-    from esp_edge.models.cache import ModelCache  # noqa: PLC0415
-    from esp_edge.models.model import threads_for  # noqa: PLC0415
 
     if out is not None and not no_plots:
         plots.require_matplotlib()
-    program = None if peer is None else Peer.check(peer, [PeerMode("none")])
-    file, config = model_file(model), load.config()
-    config = dataclasses.replace(
-        config,
-        n_ctx=config.n_ctx or min(file.n_ctx_train or DEFAULT_CONTEXT, DEFAULT_CONTEXT),
-        n_threads=threads_for(config, ModelCache(file.path)),
-    )
-    plan = ServingPlan(
-        file,
-        config,
-        tuple(split_list(drafters, drafters)),
-        program,
-        tuple(parse_numbers(streams, "--streams")),
-        tuple(sorted(parse_numbers(prompt_tokens, "--prompt-tokens"))),
-        repeat,
-        max_tokens,
+    plan = dataclasses.replace(
+        _plan(model, load, peer),
+        drafters=tuple(split_list(drafters, drafters)),
+        streams=tuple(parse_numbers(streams, "--streams")),
+        prompts=tuple(sorted(parse_numbers(prompt_tokens, "--prompt-tokens"))),
+        repeat=repeat,
+        max_tokens=max_tokens,
     )
     plan.check()
     if out is not None:
@@ -83,3 +74,20 @@ def serve(
         print_json(document)
     else:
         write_text(serving_report.overview(document))
+
+
+def _plan(model: str, load: LoadOptions, peer: str | None) -> ServingPlan:
+    """The model, the settings that all servers get, and the other program."""
+    from esp_edge.bench.peers import Peer, PeerMode  # noqa: PLC0415
+    from esp_edge.bench.serving import ServingPlan  # noqa: PLC0415
+    from esp_edge.models.cache import ModelCache  # noqa: PLC0415
+    from esp_edge.models.model import threads_for  # noqa: PLC0415
+
+    program = None if peer is None else Peer.check(peer, [PeerMode("none")])
+    file, config = model_file(model), load.config()
+    config = dataclasses.replace(
+        config,
+        n_ctx=config.n_ctx or min(file.n_ctx_train or DEFAULT_CONTEXT, DEFAULT_CONTEXT),
+        n_threads=threads_for(config, ModelCache(file.path)),
+    )
+    return ServingPlan(file, config, peer=program)
