@@ -344,7 +344,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.model
 def test_a_piped_chat_remembers() -> None:
-    script = "My name is Ada.\n/spec off\nWhat is my name?\n/stats\n/spec on\n/regen\n/exit\n"
+    script = "The code word is pelican.\n/spec off\nWhat is the code word?\n/stats\n/spec on\n/regen\n/exit\n"
     done = subprocess.run(
         [*COMMAND, "-n", "16"],
         input=script.encode(),
@@ -357,7 +357,7 @@ def test_a_piped_chat_remembers() -> None:
     assert done.returncode == 0, err
     assert "Traceback" not in err
     answers = done.stdout.decode()
-    assert "Ada" in answers
+    assert answers.count("pelican") >= 2
     assert ">>>" not in answers
     assert answers.count("\n") >= 3
     assert re.search(r"tau +.* 1\.000", err)

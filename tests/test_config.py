@@ -80,6 +80,7 @@ SAMPLES: dict[str, str] = {
     "max_body_size": "2.5",
     "shutdown_timeout": "4",
     "log_level": "info",
+    "kernels": "stock",
     "rpc": "127.0.0.1:50052",
 }
 HIDDEN = ("api_key", "print_config")  # the one is never printed, the other prints

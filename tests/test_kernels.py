@@ -40,10 +40,10 @@ FAST, STOCK = ModelConfig(n_ctx=512, n_threads=2), ModelConfig(n_ctx=512, n_thre
 IDS = list(range(20, 36))
 PARAMS = GenerationParams(max_tokens=12, ignore_eos=True)
 BEST = native.install_kernels()
-EXACT_ATTENTION = BEST == "avx512"  # the others leave attention to llama.cpp, which splits the cache for a lone row
 # Root mean square of the difference in logits, in standard deviations of the logits. Both sides round activations, but
-# not alike: to 8 bits in blocks (about 0.5 % of each product), to BF16 (0.2 %), or not at all.
-TOLERANCE = {"F32": 1e-4, "F16": 5e-3, "BF16": 2e-2, "Q8_0": 5e-2, "Q4_0": 5e-2, "Q4_1": 5e-2, "Q4_K_M": 5e-2}
+# not alike: to 8 bits in blocks (about 0.5 % of each product), to BF16 (0.2 %), or not at all; and llama.cpp adds up
+# attention in half precision (0.05 %).
+TOLERANCE = {"F32": 5e-3, "F16": 5e-3, "BF16": 2e-2, "Q8_0": 5e-2, "Q4_0": 5e-2, "Q4_1": 5e-2, "Q4_K_M": 5e-2}
 
 
 @pytest.fixture(autouse=True)
@@ -275,7 +275,7 @@ def test_a_file_with_types_that_have_no_kernel(mixed: Path) -> None:
 
 def test_all_parts_of_a_split_file_count(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (gguf.preflight(tiny(arch, dtype="Q8_0")) for arch in ("llama", "olmoe"))
-    monkeypatch.setattr(gguf, "read_parts", lambda header: [first, second])
+    monkeypatch.setattr(gguf, "read_parts", lambda _: [first, second])
     assert not plan_kernels(FAST, first).complete
 
 
@@ -364,7 +364,7 @@ def test_hidden_states_are_recorded(tiny: Callable[..., Path], config: ModelConf
 def test_exact_mode_pads_no_row_where_all_is_ours(tiny: Callable[..., Path], dtype: str) -> None:
     path = str(tiny("llama", dtype=dtype))
     with TargetModel(path, ModelConfig(n_ctx=512, exact=True)) as model:
-        assert model.pads_lone_rows != EXACT_ATTENTION
+        assert not model.pads_lone_rows
     with TargetModel(path, ModelConfig(n_ctx=512, exact=True, kernels="stock")) as model:
         assert model.pads_lone_rows
 
@@ -398,32 +398,28 @@ def branching(ids: Sequence[int], n_vocab: int) -> DraftTree:
 def test_rows_of_trees_have_the_bits_of_plain_passes_over_many_cells(
     quantized: Callable[[str], Path], quant: str
 ) -> None:
-    """Over more than 600 cells, with holes in the cache and without, and re-fed rows left out of it."""
+    """Over more than 600 cells, kept in order: accepted rows behind a rejected one are fed again."""
     with TargetModel(str(quantized(quant)), ModelConfig(n_ctx=1024, n_threads=2)) as model:
         ids = np.random.default_rng(1).integers(100, 40000, 640).tolist()
         prefix, chain = ids[:-16], ids[-16:]
         plain = logits(model, chain, before=prefix)
         with closing(model.new_context(64)) as context:
             step = Step(context)
-            step.in_order = False  # accepted rows stay where they are
             step.prefill(prefix)
             for first in range(0, 16, 4):
                 step.run(branching(chain[first : first + 4], 40000))
                 path = (0, 2, 4, 6)
-                if EXACT_ATTENTION:
-                    for at, row in enumerate(path):
-                        assert_array_equal(step.native.logits(row), plain[first + at])
-                else:
-                    assert difference(step.native.logits(6), plain[first + 3]) < TOLERANCE["Q8_0"]
+                for at, row in enumerate(path):
+                    assert_array_equal(step.native.logits(row), plain[first + at])
                 step.commit(path[1:])
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("quant", ["Q4_0", "Q8_0"])
 def test_exact_answers_over_many_cells(quantized: Callable[[str], Path], quant: str) -> None:
-    prompt = "Copy this: " + "The keeper of the lighthouse wrote down each ship that passed. " * 45
+    prompt = "Copy this: " + "The keeper of the lighthouse wrote down each ship that passed. " * 55
     with esp_edge.load(str(quantized(quant)), ModelConfig(n_ctx=1024, exact=True)) as model:
-        assert model.pads_lone_rows != EXACT_ATTENTION
+        assert not model.pads_lone_rows
         found = {}
         for draft in (DraftConfig("none"), DraftConfig("pld"), DraftConfig("esp", block_complexity=20)):
             with model.session(draft) as session:
@@ -436,7 +432,7 @@ def test_exact_answers_over_many_cells(quantized: Callable[[str], Path], quant: 
 
 @pytest.mark.model
 def test_the_perplexity_is_that_of_llama_cpp(model_path: Path, questions: list[dict[str, Any]]) -> None:
-    """Within 0.2 %: less than what two builds of llama.cpp differ by."""
+    """Within 0.2 %, and the uncertainty of a text as short as this one (about as much for 1,016 scored tokens)."""
     asked = [Question(q["question_id"], q["category"], tuple(q["turns"])) for q in questions]
     text = questions_text(asked) * (1 if len(asked) > 50 else 4)
     corpus = Corpus("questions", text, n_ctx=256, windows=8)
@@ -444,8 +440,8 @@ def test_the_perplexity_is_that_of_llama_cpp(model_path: Path, questions: list[d
     for config in (FAST, STOCK):
         with TargetModel(str(model_path), config) as model:
             found.append(perplexity(model, corpus))
-    ratio, _ = relative(*found)
-    assert ratio == pytest.approx(1.0, abs=0.002)
+    ratio, error = relative(*found)
+    assert abs(ratio - 1) < 0.002 + 2 * error
 
 
 # -- what people are told --------------------------------------------------------------------------------------------
@@ -498,7 +494,7 @@ def test_a_library_that_is_not_known_is_told_at_every_load(
     told = "ggml 0.99.0 is not one that our kernels were tried with (0.25.3): llama.cpp's are used"
     path = str(tiny("llama", dtype="Q4_0"))
     _, err = program("generate", "the rain", "-m", path, "-n", "3", "--drafter", "none")
-    assert [line for line in err.splitlines() if told in line] == [f"esp-edge: {told}"]
+    assert [line for line in err.splitlines() if told in line] == [told]
     _, err = program("generate", "the rain", "-m", path, "-n", "3", "--drafter", "none", "--kernels", "stock")
     assert told not in err
     out, _ = program("model", "show", path)

@@ -28,7 +28,7 @@ CHATML = (
 )
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2}
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3}
 
 Array = NDArray[np.float32]
 
@@ -303,7 +303,7 @@ def write_tiny(
     Args:
         arch: one of :data:`ARCHITECTURES`; ``mixtral`` is a llama with experts, ``bert`` cannot generate.
         seed: of the weights; the same seed writes the same bytes.
-        dtype: of the matrices: F32, F16, BF16, Q8_0 or Q4_0 (rows must be multiples of 32).
+        dtype: of the matrices: F32, F16, BF16, Q8_0, Q4_0 or Q4_1 (rows must be multiples of 32).
         tokenizer: ``gpt2`` or ``llama`` (SentencePiece); None = what the architecture usually has.
         metadata: entries to replace or add; None leaves one out; ``(value, GGUFValueType)`` forces a type.
         tensors: the same for tensors (numpy order).

@@ -185,8 +185,13 @@ struct Avx2 {
     }
 };
 
+constexpr KernelTable with_attention(KernelTable table) {
+    table.attention = &avx2_attention;
+    return table;
+}
+
 } // namespace
 
-const KernelTable avx2_kernels = table_of<Avx2>("avx2");
+const KernelTable avx2_kernels = with_attention(table_of<Avx2>("avx2"));
 
 } // namespace esp::kernels

@@ -183,8 +183,13 @@ struct Neon {
     }
 };
 
+constexpr KernelTable with_attention(KernelTable table) {
+    table.attention = &neon_attention;
+    return table;
+}
+
 } // namespace
 
-const KernelTable neon_kernels = table_of<Neon>("neon");
+const KernelTable neon_kernels = with_attention(table_of<Neon>("neon"));
 
 } // namespace esp::kernels

@@ -8,6 +8,8 @@ namespace esp::kernels {
 extern const KernelTable avx512_kernels;
 extern const AttentionKernel avx512_attention;
 extern const KernelTable avx2_kernels;
+extern const AttentionKernel avx2_attention;
 extern const KernelTable neon_kernels;
+extern const AttentionKernel neon_attention;
 
 } // namespace esp::kernels
