@@ -112,17 +112,18 @@ class Context:
         if hidden_states is not None:
             params.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(hidden_states.callback)
             params.cb_eval_user_data = hidden_states.address
-        _ = model.address  # raises when closed
-        model.check_memory(n_ctx)
-        Context.made = True
-        with captured_log() as log:
-            self._pointer = llama_cpp.llama_init_from_model(model.pointer, params)
-        if not self._pointer:
-            raise ModelLoadError(f"{model.path}: no context of {n_ctx} tokens could be made ({_tail(log)})")
-        address = ctypes.cast(self._pointer, ctypes.c_void_p).value
-        self._embeddings = embeddings  # owns the mapping that the compiled table reads
-        self._native = native.DecodeStep(address, embeddings.native if embeddings else None, 0, n_sequences)
-        model.contexts.add(self)
+        with model.lifetime:  # the weights must not go while a context is made from them
+            _ = model.address  # raises when closed
+            model.check_memory(n_ctx)
+            Context.made = True
+            with captured_log() as log:
+                self._pointer = llama_cpp.llama_init_from_model(model.pointer, params)
+            if not self._pointer:
+                raise ModelLoadError(f"{model.path}: no context of {n_ctx} tokens could be made ({_tail(log)})")
+            address = ctypes.cast(self._pointer, ctypes.c_void_p).value
+            self._embeddings = embeddings  # owns the mapping that the compiled table reads
+            self._native = native.DecodeStep(address, embeddings.native if embeddings else None, 0, n_sequences)
+            model.contexts.add(self)
 
     @property
     def native(self) -> Any:
@@ -216,6 +217,7 @@ class TargetModel:
         tokenizer: its vocabulary.
         n_ctx: context length of new contexts.
         contexts: those made from it and still alive.
+        lifetime: held while a context is made and while closing begins.
         capability: what speculation may use; found out at load.
         kernels: what the CPU computes with.
         pads_lone_rows: exact mode: a pass of one row has other bits than one of several, so it gets a second row.
@@ -226,6 +228,7 @@ class TargetModel:
 
     def __init__(self, spec: str, config: ModelConfig | None = None, *, progress: hub.Progress | None = None) -> None:
         self.config = config or ModelConfig()
+        self.lifetime = threading.RLock()
         self.pointer: Any = None
         self.remember = False
         self.pads_lone_rows = False
@@ -433,13 +436,15 @@ class TargetModel:
 
     def close(self) -> None:
         """Free the weights, after every context made from them; calling it twice is harmless."""
-        for context in list(self.contexts):
+        with self.lifetime:  # from here on no other thread can make a context
+            pointer, self.pointer = self.pointer, None
+            contexts = list(self.contexts)
+        for context in contexts:
             context.close()
-        if self.pointer:
+        if pointer:
             if self._tokenizer is not None:
                 self._tokenizer.close()
-            llama_cpp.llama_model_free(self.pointer)
-            self.pointer = None
+            llama_cpp.llama_model_free(pointer)
         self._rpc.close()
 
     def __del__(self) -> None:
