@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from cli_fakes import Program, make_program, one_error
 
-from esp_edge.bench import serving_process
+from esp_edge.bench import server_process
 from esp_edge.bench.peers import Peer
 from esp_edge.bench.run import ModelFile
+from esp_edge.bench.server_process import ServerProcess
 from esp_edge.bench.serving import SECOND_TURN, ServingPlan, serving_rows
 from esp_edge.bench.serving_client import PromptSize, ask, ask_all, cold_messages
-from esp_edge.bench.serving_process import ServerProcess, our_command, peer_command, read_memory
+from esp_edge.bench.serving_process import environment, our_command, peer_command, read_memory
 from esp_edge.bench.serving_report import overview, plot_serving, report
 from esp_edge.config import ModelConfig
 from esp_edge.errors import ConfigError, DecodeError
@@ -115,7 +116,7 @@ class Fake:
 
     def server(self) -> ServerProcess:
         """The program as a lane."""
-        return ServerProcess("llama-server", [str(self.path), "--host", serving_process.HOST])
+        return ServerProcess("llama-server", [str(self.path), "--host", server_process.HOST], environment())
 
     def log(self, event: str) -> list[dict[str, Any]]:
         """Starts or requests, in order."""
@@ -182,7 +183,7 @@ def test_a_server_is_timed_weighed_and_stopped(fake: Callable[..., Fake], monkey
     one = fake()
     with one.server() as server:
         assert 0 < server.ready_s < 30
-        memory = server.memory()
+        memory = read_memory(server.pid)
         if sys.platform.startswith("linux"):
             assert memory is not None
             assert memory.rss >= memory.pss > 0
@@ -197,9 +198,9 @@ def test_a_server_is_timed_weighed_and_stopped(fake: Callable[..., Fake], monkey
 def test_a_server_that_does_not_start(fake: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"did not start \(exit code 1\): no memory"):
         fake(crash="no memory").server()
-    monkeypatch.setattr(serving_process, "_LAUNCHER", [])
+    monkeypatch.setattr(server_process, "_LAUNCHER", [])
     with pytest.raises(ConfigError, match="cannot be run"):
-        ServerProcess("none", ["/nowhere/at/all"])
+        ServerProcess("none", ["/nowhere/at/all"], environment())
 
 
 def test_a_reply_is_timed_from_its_first_text(fake: Callable[..., Fake]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from cli_fakes import Program, make_program, one_error
 
-from esp_edge.bench import peer_server
+from esp_edge.bench import server_process
 from esp_edge.bench.identity import converse
 from esp_edge.bench.peer_server import PeerServer, PeerServers, peer_stats
 from esp_edge.bench.peers import DEFAULT_MODES, Peer, PeerMode, parse_modes, peer_environment, peer_lanes
@@ -324,8 +324,8 @@ def test_a_server_that_does_not_start_shows_its_last_lines(fake: Callable[..., F
 
 
 def test_a_server_that_is_never_ready_is_stopped(fake: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_server, "START_SECONDS", 1.0)
-    monkeypatch.setattr(PeerServer, "_ask", lambda *_, **__: (503, b""))
+    monkeypatch.setattr(server_process, "START_SECONDS", 1.0)
+    monkeypatch.setattr(PeerServer, "_is_ready", lambda _: False)
     one = fake()
     with pytest.raises(ConfigError, match="was not ready after 1 seconds: it said nothing"):
         start(one)

@@ -8,55 +8,35 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
 import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from esp_edge.bench.identity import converse
 from esp_edge.bench.peers import Peer, PeerMode, last_lines, peer_environment
+from esp_edge.bench.server_process import HOST, STOP_SECONDS, ServerProcess, llama_server_command
 from esp_edge.config import GenerationParams, ModelConfig
-from esp_edge.errors import ConfigError, ContextLengthError, DecodeError, PromptError
+from esp_edge.errors import ContextLengthError, DecodeError, PromptError
 from esp_edge.metrics import GenerationStats
-from esp_edge.models.model import BATCH_ROWS
 from esp_edge.models.tokenizer import TextDecoder
 from esp_edge.session import Chunk, Model, Prompt
 
 __all__ = ["PeerServer", "PeerServers", "PeerSession", "peer_stats"]
 
-HOST = "127.0.0.1"
-START_SECONDS = 900.0  # a large model from a slow disk
-STOP_SECONDS = 10.0
 ANSWER_SECONDS = 24 * 3600.0
 WARM_UP = ("Hello",)
 WARM_UP_TOKENS = 4
-# Linux: the kernel ends the server with the thread that started it. prctl outlives exec, and unlike preexec_fn this is
-# safe with llama.cpp's threads around.
-_LAUNCH = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
-_LAUNCHER = [sys.executable, "-I", "-S", "-c", _LAUNCH] if sys.platform.startswith("linux") else []
 _FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
-_QUIET = (  # (flag, its value): what costs time or memory and is not measured, where the build knows it
-    ("--cache-ram", "0"),
-    ("--ctx-checkpoints", "0"),
-    ("--fit", "off"),
-    ("--no-ui", None),
-    ("--offline", None),
-)
 
 
-# -- the process -----------------------------------------------------------------------------------------------------
+# -- the server ------------------------------------------------------------------------------------------------------
 
 
-class PeerServer:
-    """A running llama-server. Close it, or use it as a context manager.
-
-    On Linux it ends with the thread that started it, even when this process is killed.
-    """
+class PeerServer(ServerProcess):
+    """A running llama-server. Close it, or use it as a context manager."""
 
     def __init__(
         self, peer: Peer, mode: PeerMode, file: Path, config: ModelConfig, *, n_ctx: int, n_threads: int
@@ -69,39 +49,9 @@ class PeerServer:
         Raises:
             ConfigError: it ended or did not become ready; the message ends with its last lines.
         """
-        self.label = mode.label
-        self._port = _free_port()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        arguments = _arguments(peer, mode, file, config, n_ctx=n_ctx, n_threads=n_threads)
-        command = [*_LAUNCHER, str(peer.path), *arguments, "--port", str(self._port)]
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                env=peer_environment(),
-                start_new_session=True,  # Ctrl-C is ours to handle: it is stopped by close()
-            )
-        except OSError as error:
-            self._log.close()
-            raise ConfigError(f"{peer.path} cannot be run: {error.strerror or error}") from None
-        try:
-            self._wait()
-        except BaseException:
-            self.close()
-            raise
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise ConfigError(f"{self.label} did not start ({self._end()}): {self._said()}")
-            with suppress(OSError, http.client.HTTPException):
-                if self._ask("GET", "/health", None, seconds=5.0)[0] == http.client.OK:
-                    return
-            time.sleep(0.05)
-        raise ConfigError(f"{self.label} was not ready after {START_SECONDS:.0f} seconds: {self._said()}")
+        settings = replace(config, n_ctx=n_ctx, n_threads=n_threads)
+        command = [*llama_server_command(peer, file, settings, n_slots=1), *mode.arguments]
+        super().__init__(mode.label, command, peer_environment())
 
     def complete(self, token_ids: Sequence[int], max_tokens: int) -> Mapping[str, Any]:
         """Answer a prompt greedily, on an empty KV cache: the document of ``POST /completion``.
@@ -124,14 +74,14 @@ class PeerServer:
         except (OSError, http.client.HTTPException):
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(STOP_SECONDS)
-            raise DecodeError(f"{self.label} broke off an answer ({self._end()}): {self._said()}") from None
+            raise DecodeError(f"{self.label} broke off an answer ({self.end()}): {self.said()}") from None
         document = _document(body)
         if status != http.client.OK or not {"tokens", "timings", "stop_type"} <= document.keys():
             raise DecodeError(f"{self.label} answered with status {status}: {last_lines(body)}")
         return document
 
     def _ask(self, method: str, path: str, document: Any, *, seconds: float) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=seconds)
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=seconds)
         try:
             body = None if document is None else json.dumps(document)
             connection.request(method, path, body, {"Content-Type": "application/json"})
@@ -139,55 +89,6 @@ class PeerServer:
             return response.status, response.read()
         finally:
             connection.close()
-
-    def _end(self) -> str:
-        code = self._process.poll()
-        return "still running" if code is None else f"exit code {code}"
-
-    def _said(self) -> str:
-        self._log.seek(0)
-        return last_lines(self._log.read())
-
-    def close(self) -> None:
-        """Stop the process; calling it twice is harmless."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._log.close()
-
-    def __enter__(self) -> PeerServer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def _arguments(peer: Peer, mode: PeerMode, file: Path, config: ModelConfig, *, n_ctx: int, n_threads: int) -> list[str]:
-    """The settings of our own sessions in llama-server's words."""
-    threads = str(n_threads)
-    layers = "999" if config.n_gpu_layers < 0 else str(config.n_gpu_layers)
-    arguments = [
-        *["--model", str(file), "--ctx-size", str(n_ctx), "--parallel", "1", "--host", HOST],
-        *["--threads", threads, "--threads-batch", threads, "--n-gpu-layers", layers],
-        *["--batch-size", str(BATCH_ROWS), "--ubatch-size", str(BATCH_ROWS)],
-        *["--flash-attn", "on" if config.flash_attn else "off"],
-        *["--cache-type-k", config.type_k, "--cache-type-v", config.type_v],
-        *mode.arguments,
-    ]
-    for flag, value in _QUIET:
-        if peer.has(flag):
-            arguments += [flag] if value is None else [flag, value]
-    return arguments
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def _document(body: bytes) -> Mapping[str, Any]:

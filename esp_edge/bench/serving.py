@@ -16,8 +16,9 @@ from typing import Any
 from esp_edge.bench.machine import describe_machine
 from esp_edge.bench.peers import Peer
 from esp_edge.bench.run import ModelFile
+from esp_edge.bench.server_process import ServerProcess
 from esp_edge.bench.serving_client import Messages, PromptSize, Reply, ask, ask_all, cold_messages
-from esp_edge.bench.serving_process import ServerProcess, our_command, peer_command
+from esp_edge.bench.serving_process import environment, our_command, peer_command, read_memory
 from esp_edge.bench.spec import PEER
 from esp_edge.config import DRAFTERS, ModelConfig
 from esp_edge.errors import ConfigError
@@ -177,7 +178,7 @@ def _measure_memory(plan: ServingPlan, notes: _Notes) -> None:
     for repeat in range(plan.repeat):
         for lane in _turns(list(commands), repeat):
             notes.step("memory", lane, repeat)
-            with ServerProcess(lane, commands[lane]) as server:
+            with ServerProcess(lane, commands[lane], environment()) as server:
                 notes.add(lane, "ready_s", repeat, server.ready_s)
                 _note_memory(notes, server, "idle", repeat)
                 ask(server, cold_messages(repeat, 20), _FEW)
@@ -186,7 +187,7 @@ def _measure_memory(plan: ServingPlan, notes: _Notes) -> None:
 
 def _note_memory(notes: _Notes, server: ServerProcess, when: str, repeat: int) -> None:
     time.sleep(SETTLE_SECONDS)
-    memory = server.memory()
+    memory = read_memory(server.pid)
     if memory is not None:
         for name, n_bytes in asdict(memory).items():
             notes.add(server.label, f"{name}_{when}", repeat, n_bytes)
@@ -197,7 +198,10 @@ def _note_memory(notes: _Notes, server: ServerProcess, when: str, repeat: int) -
 
 def _measure_speed(plan: ServingPlan, notes: _Notes) -> None:
     with ExitStack() as stack:
-        servers = {lane: stack.enter_context(ServerProcess(lane, command)) for lane, command in plan.commands.items()}
+        servers = {
+            lane: stack.enter_context(ServerProcess(lane, command, environment()))
+            for lane, command in plan.commands.items()
+        }
         size = PromptSize.learn(servers[plan.reference], -_ROUND)
         for server in servers.values():  # what is only made when it is first needed
             ask_all(server, _crowd(plan, -1, plan.n_slots)[: plan.n_slots], plan.n_slots, _FEW)

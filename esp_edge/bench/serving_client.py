@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from esp_edge.bench.peers import last_lines
-from esp_edge.bench.serving_process import HOST, ServerProcess
+from esp_edge.bench.server_process import HOST, ServerProcess
 from esp_edge.errors import DecodeError
 
 __all__ = ["Messages", "PromptSize", "Reply", "ask", "ask_all", "cold_messages"]

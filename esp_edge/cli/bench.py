@@ -6,6 +6,7 @@ import functools
 import shlex
 import sys
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,12 +22,40 @@ if TYPE_CHECKING:
     from esp_edge.bench.run import ModelFile
     from esp_edge.bench.spec import Lane
 
-__all__ = ["AsJson", "NoPlots", "Repeat", "cost", "model_file", "shown_command", "specbench"]
+__all__ = ["AnswerOptions", "AsJson", "NoPlots", "Repeat", "cost", "model_file", "shown_command", "specbench"]
 
 _bench = functools.partial(option, panel="Benchmark")
 AsJson = Annotated[bool, _bench("--json", text="Print one JSON document.")]
 NoPlots = Annotated[bool, _bench("--no-plots", text="Draw nothing; matplotlib is not needed then.")]
 Repeat = Annotated[int, _bench("--repeat", text="Repetitions of the whole measurement.", min=1)]
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How questions are answered."""
+
+    max_tokens: Annotated[int, _bench("-n", "--max-tokens", text="Tokens of an answer at most.", min=1)] = 100
+    repeat: Repeat = 1
+    temp: Annotated[float, _bench("--temp", text="Temperature; 0 = greedy.")] = 0.0
+    seed: Annotated[int, _bench("-s", "--seed", text="Of every answer, when it is sampled.", min=0)] = 1
+
+    def params(self) -> GenerationParams:
+        """Checked settings; ConfigError when they are out of range."""
+        return GenerationParams(max_tokens=self.max_tokens, temperature=self.temp, seed=self.seed)
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """Another program to measure beside ours."""
+
+    peer: Annotated[
+        str | None,
+        _bench("--peer", metavar="llama-server=PATH", text="Measure llama.cpp's own draft-free modes beside ours."),
+    ] = None
+    peer_modes: Annotated[
+        str | None,
+        _bench("--peer-modes", metavar="A,B[OPTION=N,...]", text="Of --peer. (default: its five draft-free modes)"),
+    ] = None
 
 
 # -- specbench -------------------------------------------------------------------------------------------------------
@@ -35,6 +64,8 @@ Repeat = Annotated[int, _bench("--repeat", text="Repetitions of the whole measur
 def specbench(
     *,
     load: LoadOptions,
+    answers: AnswerOptions,
+    others: PeerOptions,
     questions: Annotated[
         Path, _bench("--questions", text="Spec-Bench's question.jsonl, a file of that format, or adversarial.")
     ],
@@ -53,18 +84,6 @@ def specbench(
         int, _bench("--per-category", text="The first N questions of each category; 0 = all.", min=0)
     ] = 0,
     turns: Annotated[str, _bench("--turns", metavar="first|all", text="Turns to ask of a question.")] = "first",
-    max_tokens: Annotated[int, _bench("-n", "--max-tokens", text="Tokens of an answer at most.", min=1)] = 100,
-    repeat: Repeat = 1,
-    temp: Annotated[float, _bench("--temp", text="Temperature; 0 = greedy.")] = 0.0,
-    seed: Annotated[int, _bench("-s", "--seed", text="Of every answer, when it is sampled.", min=0)] = 1,
-    peer: Annotated[
-        str | None,
-        _bench("--peer", metavar="llama-server=PATH", text="Measure llama.cpp's own draft-free modes beside ours."),
-    ] = None,
-    peer_modes: Annotated[
-        str | None,
-        _bench("--peer-modes", metavar="A,B[OPTION=N,...]", text="Of --peer. (default: its five draft-free modes)"),
-    ] = None,
     as_json: AsJson = False,
     no_plots: NoPlots = False,
 ) -> None:
@@ -80,11 +99,10 @@ def specbench(
 
     specs = spec.parse_drafters(drafters)
     lanes = spec.make_lanes(specs, spec.parse_numbers(block_complexity, "--block-complexity"))
-    params = GenerationParams(max_tokens=max_tokens, temperature=temp, seed=seed)
     chosen = select(load_questions(questions), per_category, turns)
     if not no_plots:
         plots.require_matplotlib()
-    program, peer_lanes = _peer(peer, peer_modes)
+    program, peer_lanes = _peer(others.peer, others.peer_modes)
     from esp_edge.bench.run import Plan  # noqa: PLC0415
     from esp_edge.bench.specbench import measure  # noqa: PLC0415
 
@@ -92,7 +110,7 @@ def specbench(
     if config.exact or config.kernels != "stock":
         lanes = spec.with_stock(lanes)
     files = [model_file(name) for name in model or ["smollm2"]]
-    plan = Plan(files, config, [*lanes, *peer_lanes], chosen, params, repeat, program)
+    plan = Plan(files, config, [*lanes, *peer_lanes], chosen, answers.params(), answers.repeat, program)
     with Bar("benchmark", shown=True) as bar:
         summary = measure(plan, out, command=shown_command(sys.argv), plots=not no_plots, progress=bar.update)
     if as_json:

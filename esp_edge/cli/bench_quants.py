@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from esp_edge.cli.bench import AsJson, NoPlots, Repeat, model_file, shown_command
+from esp_edge.cli.bench import AnswerOptions, AsJson, NoPlots, model_file, shown_command
 from esp_edge.cli.inputs import read_text
 from esp_edge.cli.options import LoadOptions, ModelName, option
 from esp_edge.cli.output import Bar, note, print_json, warnings_as_notes, write_text
-from esp_edge.config import GenerationParams
 
 if TYPE_CHECKING:
     from esp_edge.bench.perplexity import Corpus
@@ -27,9 +27,30 @@ _bench = functools.partial(option, panel="Benchmark")
 _perplexity = functools.partial(option, panel="Perplexity")
 
 
+@dataclass(frozen=True)
+class PerplexityOptions:
+    """The text whose perplexity is measured."""
+
+    text: Annotated[
+        Path | None, _perplexity("--text", text="UTF-8 file for the perplexity. (default: what the questions ask)")
+    ] = None
+    ppl_ctx: Annotated[int, _perplexity("--ppl-ctx", text="Tokens of a window.")] = 512
+    ppl_chunks: Annotated[int, _perplexity("--ppl-chunks", text="Windows at most; 0 = the whole text.", min=0)] = 32
+
+    def corpus(self, file: Path, questions: Sequence[Question]) -> Corpus:
+        """The text of the option, or else that of all questions of ``file``."""
+        from esp_edge.bench.perplexity import Corpus, questions_text  # noqa: PLC0415 - loads llama.cpp
+
+        if self.text is not None:
+            return Corpus(self.text.name, read_text(self.text), self.ppl_ctx, self.ppl_chunks)
+        return Corpus(f"the questions of {file.name}", questions_text(questions), self.ppl_ctx, self.ppl_chunks)
+
+
 def quants(
     *,
     load: LoadOptions,
+    answers: AnswerOptions,
+    read: PerplexityOptions,
     questions: Annotated[Path, _bench("--questions", text="Spec-Bench's question.jsonl, or a file of that format.")],
     out: Annotated[Path, _bench("--out", text="Directory of the results; a run that was stopped there goes on.")],
     model: ModelName = "smollm2",
@@ -49,15 +70,6 @@ def quants(
     per_category: Annotated[
         int, _bench("--per-category", text="The first N questions of each category; 0 = all.", min=0)
     ] = 1,
-    max_tokens: Annotated[int, _bench("-n", "--max-tokens", text="Tokens of an answer at most.", min=1)] = 100,
-    repeat: Repeat = 1,
-    temp: Annotated[float, _bench("--temp", text="Temperature; 0 = greedy.")] = 0.0,
-    seed: Annotated[int, _bench("-s", "--seed", text="Of every answer, when it is sampled.", min=0)] = 1,
-    text: Annotated[
-        Path | None, _perplexity("--text", text="UTF-8 file for the perplexity. (default: what the questions ask)")
-    ] = None,
-    ppl_ctx: Annotated[int, _perplexity("--ppl-ctx", text="Tokens of a window.")] = 512,
-    ppl_chunks: Annotated[int, _perplexity("--ppl-chunks", text="Windows at most; 0 = the whole text.", min=0)] = 32,
     within: Annotated[
         float, _perplexity("--within", text="Percent above the best that a recommended file may be.", min=0)
     ] = 2.0,
@@ -73,28 +85,19 @@ def quants(
     from esp_edge.bench.questions import load_questions, select  # noqa: PLC0415
 
     lanes = spec.make_lanes(spec.parse_drafters(drafters), spec.parse_numbers(block_complexity, "--block-complexity"))
-    params = GenerationParams(max_tokens=max_tokens, temperature=temp, seed=seed)
     asked = load_questions(questions)
     config = load.config()
     if not no_plots:
         plots.require_matplotlib()
-    corpus = _corpus(text, questions, asked, ppl_ctx, ppl_chunks)
+    corpus = read.corpus(questions, asked)
     from esp_edge.bench import quants as bench  # noqa: PLC0415
     from esp_edge.bench.run import Plan  # noqa: PLC0415
 
     source, files = _files(model, quant.split(","), work or out / "models", config.n_threads)
-    plan = Plan(files, config, lanes, select(asked, per_category), params, repeat)
+    plan = Plan(files, config, lanes, select(asked, per_category), answers.params(), answers.repeat)
+    measure = functools.partial(bench.measure, plan, corpus, out, source=source, within=within, plots=not no_plots)
     with Bar("benchmark") as bar:
-        document = bench.measure(
-            plan,
-            corpus,
-            out,
-            source=source,
-            within=within,
-            command=shown_command(sys.argv),
-            plots=not no_plots,
-            progress=bar.update,
-        )
+        document = measure(command=shown_command(sys.argv), progress=bar.update)
     if as_json:
         print_json(document)
     else:
@@ -102,15 +105,6 @@ def quants(
     note(f"details: {out / 'report.md'}")
     if document["failures"]:
         raise typer.Exit(1)
-
-
-def _corpus(text: Path | None, file: Path, questions: Sequence[Question], n_ctx: int, windows: int) -> Corpus:
-    """The text of the file, or else that of all questions."""
-    from esp_edge.bench.perplexity import Corpus, questions_text  # noqa: PLC0415
-
-    if text is not None:
-        return Corpus(text.name, read_text(text), n_ctx, windows)
-    return Corpus(f"the questions of {file.name}", questions_text(questions), n_ctx, windows)
 
 
 def _files(model: str, names: Sequence[str], folder: Path, threads: int) -> tuple[ModelFile, list[ModelFile]]:

@@ -91,6 +91,16 @@ inline __m512i high_nibbles(__m512i bytes) {
     return _mm512_and_si512(_mm512_srli_epi16(bytes, 4), _mm512_set1_epi8(0x0f));
 }
 
+// Sixteen bytes of each row: weights 0..15 in the low halves, 16..31 in the high ones.
+inline void unpack_nibbles(const RowGroup &group, std::size_t offset, std::uint8_t (*to)[64]) {
+    __m512i parts[4];
+    load_transposed(group, offset, parts);
+    for (int j = 0; j < 4; ++j) {
+        _mm512_store_si512(to[j], low_nibbles(parts[j]));
+        _mm512_store_si512(to[4 + j], high_nibbles(parts[j]));
+    }
+}
+
 // ---- formats: how a unit of a row becomes blocks of 32 unsigned weights -------------------------------------------
 
 struct Q8_0 {
@@ -116,12 +126,7 @@ struct Q4_0 {
     static constexpr bool has_minima = false;
 
     static void unpack(const RowGroup &group, std::size_t at, Unpacked &to, std::int64_t block) {
-        __m512i parts[4];
-        load_transposed(group, at + 2, parts);
-        for (int j = 0; j < 4; ++j) {
-            _mm512_store_si512(to.weights[block][j], low_nibbles(parts[j]));
-            _mm512_store_si512(to.weights[block][4 + j], high_nibbles(parts[j]));
-        }
+        unpack_nibbles(group, at + 2, to.weights[block]);
         _mm512_store_ps(to.scales[block][0], widen(to.halves[block][0]));
     }
 };
@@ -132,12 +137,7 @@ struct Q4_1 {
     static constexpr bool has_minima = true;
 
     static void unpack(const RowGroup &group, std::size_t at, Unpacked &to, std::int64_t block) {
-        __m512i parts[4];
-        load_transposed(group, at + 4, parts);
-        for (int j = 0; j < 4; ++j) {
-            _mm512_store_si512(to.weights[block][j], low_nibbles(parts[j]));
-            _mm512_store_si512(to.weights[block][4 + j], high_nibbles(parts[j]));
-        }
+        unpack_nibbles(group, at + 4, to.weights[block]);
         _mm512_store_ps(to.scales[block][0], widen(to.halves[block][0]));
         _mm512_store_ps(to.minima[block], widen(to.halves[block][1]));
     }
