@@ -146,3 +146,39 @@ def test_a_property_may_be_called_like_a_keyword() -> None:
     assert schema_to_grammar(
         {"type": "object", "properties": {"minimum": {"type": "integer"}}, "required": ["minimum"]}
     )
+
+
+CLOSING = """
+import random, sys, threading, time
+import esp_edge
+from esp_edge.config import DraftConfig, GenerationParams, ModelConfig
+from esp_edge.errors import EspEdgeError
+
+def work(model):
+    try:
+        while True:
+            with model.session(DraftConfig("none")) as session:
+                for _ in session.generate([1, 5, 9, 20], GenerationParams(max_tokens=3, ignore_eos=True)):
+                    pass
+    except EspEdgeError:
+        pass
+
+for _ in range(80):
+    model = esp_edge.load(sys.argv[1], ModelConfig(n_ctx=256, n_threads=1))
+    threads = [threading.Thread(target=work, args=(model,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(random.random() * 0.02)
+    model.close()
+    for thread in threads:
+        thread.join(20)
+print("done")
+"""
+
+
+def test_closing_a_model_while_threads_open_sessions(tiny: Callable[..., Path]) -> None:
+    """The weights were freed under a context that another thread was making: a crash within some seconds."""
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSING, str(tiny("llama"))], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr[-2000:]

@@ -73,7 +73,7 @@ class Kernels:
 
 
 def plan_kernels(config: ModelConfig, header: gguf.GGUFHeader) -> Kernels:
-    """What a model that is about to be loaded can use. No context may be computing when this is called first.
+    """What a model that is about to be loaded can use.
 
     Raises:
         ConfigError: ``$ESP_EDGE_KERNELS_ISA`` is no instruction set.
@@ -124,3 +124,6 @@ def _install() -> tuple[str, str | None]:
     except RuntimeError as error:
         return "", f"{error}: llama.cpp's kernels are used"
     return isa, None if isa else _NONE_HERE
+
+
+_install()  # now: the list that the hook grows must not change under a thread that computes

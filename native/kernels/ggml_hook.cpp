@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <vector>
 
@@ -277,6 +278,8 @@ bool can_be_taken(const ggml_tensor *tensor) {
 
 std::string install() {
     static bool done = false;
+    static std::mutex mutex; // models may be loaded in several threads
+    const std::lock_guard<std::mutex> lock(mutex);
     const KernelTable *const best = best_kernels(nullptr);
     if (best == nullptr || done) {
         return best == nullptr ? "" : best->isa;
