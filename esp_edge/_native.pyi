@@ -395,6 +395,14 @@ class FusedDrafter:
     def weights(
         self, arg: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)], /
     ) -> None: ...
+    @property
+    def corrections(self) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C")]:
+        """float32[n_corrections], what calibration observed in each band"""
+
+    @corrections.setter
+    def corrections(
+        self, arg: Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C", device="cpu", writable=False)], /
+    ) -> None: ...
     def set_learning(self, rate: float, calibrate: bool) -> None: ...
     def set_sources(self, suffix: bool, adjacency: bool, masks: bool, last: bool) -> None: ...
     def set_apart(self, on: bool) -> None:
@@ -421,3 +429,30 @@ def ggml_version() -> str:
 
 def kernel_products() -> int:
     """Matrix products computed by the kernels so far."""
+
+def kernel_product(
+    type: str,
+    weights: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
+    n_rows: int,
+    ours: bool,
+    limit: str | None,
+    n_threads: int,
+) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C")]:
+    """
+    float32[n_columns, n_rows] = x of float32[n_columns, n_k] times the weights of a ggml type, as they lie in a file: by our kernels, or where and how llama.cpp would.
+    """
+
+def race_kernels(
+    type: str,
+    n_rows: int,
+    n_k: int,
+    columns: Sequence[int],
+    limit: str | None,
+    n_threads: int,
+    n_bytes: int,
+    budget_ms: float,
+) -> tuple[list[list[float]], list[list[float]], bool]:
+    """
+    Microseconds of a product with our kernels and with llama.cpp's, by place in columns and by round, and whether llama.cpp repacks the weights.
+    """

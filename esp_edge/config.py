@@ -18,7 +18,7 @@ COSTS = ("measured", "flat")
 OCCURRENCES = ("newest", "first")
 IMPLEMENTATIONS = ("efficient", "naive")
 KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-KERNELS = ("fast", "stock")
+KERNELS = ("auto", "fast", "stock")
 MASK_INITS = ("auto", "prompt-mean", "vocab-mean", "sample", "last-k", "composed")
 MAX_EXACT_BLOCK = 60  # exact mode keeps every pass, re-fed tokens included, below the 64 rows of the tiled kernel
 MAX_BLOCK = 240
@@ -61,7 +61,8 @@ class ModelConfig:
         flash_attn: use flash attention (needed by exact mode and by quantised V caches).
         type_k, type_v: KV cache types, llama.cpp's names.
         exact: bit-exact decoding on the CPU (docs: exactness).
-        kernels: on the CPU, ``fast`` = our own where known to work (docs: performance), ``stock`` = llama.cpp's.
+        kernels: on the CPU, ``fast`` = our own where known to work (docs: performance), ``stock`` = llama.cpp's,
+            ``auto`` = the faster ones, measured when a file is first loaded; ``fast`` in exact mode.
         rpc: llama.cpp RPC servers that take layers, ``HOST:PORT`` joined by commas; "" = none (docs: scale).
     """
 
@@ -72,7 +73,7 @@ class ModelConfig:
     type_k: str = "f16"
     type_v: str = "f16"
     exact: bool = False
-    kernels: str = "fast"
+    kernels: str = "auto"
     rpc: str = ""
 
     def __post_init__(self) -> None:

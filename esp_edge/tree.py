@@ -47,13 +47,14 @@ class DraftTree:
     mask_vectors: FloatArray | None = None
     sources: tuple[str, ...] = ()
     _depths: list[Int32Array] = field(default_factory=list, repr=False)
+    _n_mask_rows: list[int] = field(default_factory=list, repr=False)
 
     @classmethod
     def root_only(cls, token_id: int, masks: int = 0, mask_vectors: FloatArray | None = None) -> DraftTree:
         """A pass that drafts nothing: plain decoding, or a probe when ``masks`` > 0."""
         counts = np.array([masks], np.int32) if masks else _NO_MASKS
         vectors = mask_vectors if masks else None
-        return cls(np.array([token_id], np.int32), _NO_PARENT, _CERTAIN, counts, vectors, (), [_DEPTH_0])
+        return cls(np.array([token_id], np.int32), _NO_PARENT, _CERTAIN, counts, vectors, (), [_DEPTH_0], [masks])
 
     @classmethod
     def from_lists(
@@ -110,7 +111,9 @@ class DraftTree:
     @property
     def n_mask_rows(self) -> int:
         """Mask rows over all owners."""
-        return int(self.masks.sum())
+        if not self._n_mask_rows:  # asked several times a pass
+            self._n_mask_rows.append(sum(self.masks.tolist()))
+        return self._n_mask_rows[0]
 
     @property
     def n_rows(self) -> int:

@@ -374,13 +374,20 @@ void bind_sampler(nb::module_ &m) {
         .def(
             "__init__",
             [](Sampler *self, std::uintptr_t model, const SamplerParams &params) {
-                new (self) Sampler(reinterpret_cast<const llama_model *>(model), params);
+                const SamplerParams own = params; // another thread may change them meanwhile
+                nb::gil_scoped_release release; // a large grammar takes seconds
+                new (self) Sampler(reinterpret_cast<const llama_model *>(model), own);
             },
             "model"_a, "params"_a)
         .def(
             "pick",
             [](Sampler &self, const esp::DecodeStep &step, std::int32_t row, std::uint64_t position) {
-                return self.pick(step.logits(row), position);
+                const float *const logits = step.logits(row);
+                if (!self.may_be_slow()) {
+                    return self.pick(logits, position);
+                }
+                nb::gil_scoped_release release;
+                return self.pick(logits, position);
             },
             "step"_a, "row"_a, "position"_a)
         .def(
@@ -392,7 +399,17 @@ void bind_sampler(nb::module_ &m) {
                 return self.pick(logits.data(), position);
             },
             "logits"_a, "position"_a)
-        .def("accept", &Sampler::accept, "token"_a, "generated"_a);
+        .def(
+            "accept",
+            [](Sampler &self, std::int32_t token, bool generated) {
+                if (!self.may_be_slow()) {
+                    self.accept(token, generated);
+                    return;
+                }
+                nb::gil_scoped_release release;
+                self.accept(token, generated);
+            },
+            "token"_a, "generated"_a);
 }
 
 } // namespace

@@ -123,6 +123,13 @@ void bind_fused(nb::module_ &m) {
                 std::copy_n(weights.data(), weights.shape(0), self.model().weights().begin());
             },
             nb::for_getter(nb::rv_policy::move), "float32[n_weights], classes of features")
+        .def_prop_rw(
+            "corrections", [](Drafter &self) { return array_of<float>(self.model().corrections()); },
+            [](Drafter &self, const Floats &numbers) {
+                require(numbers.shape(0) == esp::CandidateModel::n_corrections, "the corrections are of another version");
+                self.model().set_corrections(numbers.data());
+            },
+            nb::for_getter(nb::rv_policy::move), "float32[n_corrections], what calibration observed in each band")
         .def(
             "set_learning",
             [](Drafter &self, float rate, bool calibrate) {

@@ -144,7 +144,7 @@ class Program:
 def make_program(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Program:
     """For a fixture; the environment holds no flag."""
     for name in list(os.environ):
-        if name.startswith("ESP_EDGE_") and name != "ESP_EDGE_CACHE":
+        if name.startswith("ESP_EDGE_") and name not in ("ESP_EDGE_CACHE", "ESP_EDGE_KERNELS_ISA"):
             patch.delenv(name)
     patch.setenv("ESP_EDGE_CONFIG", os.devnull)  # not the file of whoever runs the tests
     return Program(patch, capsys)

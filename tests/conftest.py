@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import platform
 import signal
 import tempfile
 import warnings
@@ -16,6 +17,10 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
+# our kernels in every test that does not say otherwise, whatever is faster on this machine today
+os.environ.setdefault(
+    "ESP_EDGE_KERNELS_ISA", "neon" if platform.machine().lower() in ("aarch64", "arm64") else "avx512"
+)
 
 # a job in the background ignores SIGINT, and so would the programs started here whose Ctrl-C is tested
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

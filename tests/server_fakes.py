@@ -91,6 +91,10 @@ class Running:
             assert time.monotonic() < end, "an answer goes on"
             time.sleep(0.005)
 
+    def hold_little(self) -> None:
+        """The system keeps only a few kilobytes that the clients of new connections have not read."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+
     def close(self) -> None:
         self.http.close()
         self.server.should_exit = True

@@ -68,6 +68,24 @@ def test_costs_count_from_one_row() -> None:
     assert Planner(CostCurve.flat()).masks_may_pay
 
 
+def test_another_size_than_the_last_one_costs_more() -> None:
+    planner = Planner(CostCurve({0: {1: 1.0, 8: 8.0}}, switch_ms=0.5))
+    assert planner.cost(4, 0).tolist() == pytest.approx([1, 2, 3, 4])  # nothing ran yet
+    planner.observe(2, 0, 2.0, 1)
+    assert planner.cost(4, 0).tolist() == pytest.approx([1.5, 2, 3.5, 4.5])
+    assert planner.cost(1, 0).tolist() == pytest.approx([1.5])
+    assert planner.explain(GenerationStats(), 0)["switch_ms"] == 0.5
+
+
+def test_a_switch_is_paid_and_does_not_make_its_size_dearer() -> None:
+    planner = Planner(CostCurve({0: {1: 1.0, 2: 1.2, 8: 2.0}}, switch_ms=1.0))
+    for i in range(400):
+        rows = 1 + i % 2
+        planner.observe(rows, 0, planner.curve.ms(rows, 0) + (1.0 if i else 0.0), 4)
+    assert planner.curve.ratio(2, 0) == pytest.approx(1.2, rel=0.01)
+    assert planner.price(0) == pytest.approx(4 / 2.1, rel=0.05)
+
+
 def test_a_refined_curve_follows_the_passes() -> None:
     for refine in (True, False):
         planner = Planner(CostCurve({256: {1: 1.0, 8: 4.0, 64: 32.0}}), refine=refine)
@@ -200,7 +218,7 @@ def test_what_was_learned_survives_the_session(model: Model) -> None:
 
 @pytest.mark.parametrize(
     "document",
-    [None, [], {}, {"version": 1}, {"version": 1, "weights": "x"}, {"version": 1, "weights": [1.0]}, {"version": 0}],
+    [None, [], {}, {"version": 2}, {"version": 2, "weights": "x"}, {"version": 2, "weights": [1.0]}, {"version": 1}],
 )
 def test_stored_weights_that_are_none(document: object) -> None:
     drafter = FusedDrafter(FLAT, 100, None)
@@ -208,12 +226,28 @@ def test_stored_weights_that_are_none(document: object) -> None:
     assert np.array_equal(drafter.core.weights, prior_weights())
 
 
-def test_weights_that_are_not_finite_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("name", "number"), [("weights", float("nan")), ("corrections", float("inf")), ("corrections", -1.0)]
+)
+def test_numbers_that_cannot_be_are_refused(name: str, number: float) -> None:
     drafter = FusedDrafter(FLAT, 100, None)
     bad = drafter.learned()
-    bad["weights"][3] = float("nan")
+    bad[name][3] = number
     drafter.recall(bad)
     assert np.array_equal(drafter.core.weights, prior_weights())
+    assert not drafter.core.corrections.any()
+
+
+def test_what_calibration_observed_is_kept_as_well(model: Model) -> None:
+    with Session(model, FLAT) as session:
+        collect(session, PROMPT, replace(GREEDY, max_tokens=60))
+        assert session._kept is not None
+        assert isinstance(session._kept[2], FusedDrafter)
+        learned = session._kept[2].learned()
+    assert sum(learned["corrections"]) > 0.0
+    drafter = FusedDrafter(FLAT, 100, None)
+    drafter.recall(json.loads(json.dumps(learned)))
+    assert drafter.learned() == learned
 
 
 def test_a_model_that_cannot_speculate_plans_nothing(tiny: Callable[..., Path]) -> None:

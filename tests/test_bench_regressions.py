@@ -64,7 +64,7 @@ def test_a_cache_that_nests_too_deeply_is_an_empty_one(tmp_path: Path, monkeypat
 def test_a_stored_curve_with_numbers_too_large_is_none(points: dict[str, dict[str, Any]]) -> None:
     own = [0.0] * len(next(iter(points.values())))
     with pytest.raises(ConfigError, match="no cost curve"):
-        CostCurve.from_document({"version": 1, "points": points, "own": own})
+        CostCurve.from_document({"version": 2, "points": points, "own": own, "switch_ms": 0.0})
 
 
 def test_stored_weights_too_large_are_left_alone() -> None:

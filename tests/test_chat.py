@@ -201,7 +201,8 @@ def test_every_setting_can_be_set_to_what_is_shown() -> None:
     rival = DraftConfig(
         "draft-model", block_complexity=7, draft_model="a b.gguf", keep=True, seed=3, occurrence="first"
     )
-    for before in ((params, draft), (params, rival), (GenerationParams(), DraftConfig())):
+    some = DraftConfig(sources="suffix+esp")
+    for before in ((params, draft), (params, rival), (params, some), (GenerationParams(), DraftConfig())):
         after = before
         shown = settings(*before)
         assert set(shown) == set(SETTINGS)
@@ -245,6 +246,15 @@ def test_the_two_seeds_are_told_apart() -> None:
     assert assign(*before, "seed", "5") == (GenerationParams(seed=5), DraftConfig())
     assert assign(*before, "draft-seed", "5") == (GenerationParams(), DraftConfig(seed=5))
     assert assign(*before, "occurrence", "first")[1] == DraftConfig(occurrence="first")
+
+
+def test_sources_of_the_drafts_are_chosen_by_name(program: Program) -> None:
+    """/set did not know the flag --sources."""
+    _, notes = chat(program, "/set sources suffix+last", "/show", "/set sources all", "/set sources none", "x", code=1)
+    shown = dict(line.split(maxsplit=1) for line in notes if len(line.split(maxsplit=1)) == 2)
+    assert shown["sources"] == "suffix+last"
+    assert "sources must be some of suffix" in notes[-1]
+    assert program.session.draft.sources == ""
 
 
 def test_stats_table(program: Program) -> None:
@@ -338,8 +348,9 @@ ENVIRONMENT = {"COLUMNS": "200", "TERM": "dumb", "ESP_EDGE_CONFIG": os.devnull}
 
 
 def environment() -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("ESP_EDGE_")}
-    return {**own, **ENVIRONMENT, "ESP_EDGE_CACHE": os.environ["ESP_EDGE_CACHE"]}
+    kept = ("ESP_EDGE_CACHE", "ESP_EDGE_KERNELS_ISA")
+    own = {name: value for name, value in os.environ.items() if not name.startswith("ESP_EDGE_") or name in kept}
+    return {**own, **ENVIRONMENT}
 
 
 @pytest.mark.model

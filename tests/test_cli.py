@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import typer
-from cli_fakes import FakeModel, Program, make_program, one_error
+from cli_fakes import FakeModel, FakeSession, Program, make_program, one_error
 
 import esp_edge.cli
 from esp_edge.cli.config_file import default_path
@@ -456,6 +456,20 @@ def test_jsonl_answers_all_with_one_load(program: Program, tmp_path: Path) -> No
     assert message(asked[3][0]) == "fourth"
 
 
+def test_jsonl_explains_every_answer_when_told(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was ignored."""
+    lines = b'{"id": 1, "prompt": "one"}\n{"id": 2, "prompt": "%s"}\n' % (b"x" * 300)
+    code, out, _ = program("generate", "--jsonl", "-", "--explain", stdin=lines)
+    answered, failed = (json.loads(line) for line in out.splitlines())
+    assert code == 1
+    assert list(answered) == [*DOCUMENT_KEYS, "explanation"]
+    assert answered["explanation"] is None  # this drafter has none
+    assert "explanation" not in failed
+    monkeypatch.setattr(FakeSession, "explain", lambda _self, stats: {"passes": stats.passes})
+    _, out, _ = program("generate", "--jsonl", "-", "--explain", stdin=lines)
+    assert json.loads(out.splitlines()[0])["explanation"] == {"passes": 2}  # the first belongs to the prompt
+
+
 def test_jsonl_raw_and_system(program: Program) -> None:
     line = b'{"id": 1, "prompt": "p"}\n{"id": 2, "messages": [{"role": "user", "content": "m"}]}'
     program("generate", "--jsonl", "-", "--raw", stdin=line)
@@ -677,8 +691,9 @@ ENVIRONMENT = {"COLUMNS": "200", "TERM": "dumb", "ESP_EDGE_CONFIG": os.devnull}
 
 
 def environment() -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("ESP_EDGE_")}
-    return {**own, **ENVIRONMENT, "ESP_EDGE_CACHE": os.environ["ESP_EDGE_CACHE"]}
+    kept = ("ESP_EDGE_CACHE", "ESP_EDGE_KERNELS_ISA")
+    own = {name: value for name, value in os.environ.items() if not name.startswith("ESP_EDGE_") or name in kept}
+    return {**own, **ENVIRONMENT}
 
 
 def run(*argv: str, stdin: bytes = b"") -> tuple[int, str, str]:

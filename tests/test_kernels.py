@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,8 @@ from esp_edge.planner.measure import curve_settings, measure_models
 from esp_edge.step import Step
 from esp_edge.tree import DraftTree, FloatArray
 
-FAST, STOCK = ModelConfig(n_ctx=512, n_threads=2), ModelConfig(n_ctx=512, n_threads=2, kernels="stock")
+FAST = ModelConfig(n_ctx=512, n_threads=2, kernels="fast")
+STOCK = replace(FAST, kernels="stock")
 IDS = list(range(20, 36))
 PARAMS = GenerationParams(max_tokens=12, ignore_eos=True)
 BEST = native.install_kernels()
@@ -299,7 +301,7 @@ def test_models_with_both_stand_side_by_side(tiny: Callable[..., Path], dtype: s
 def test_a_row_has_the_same_bits_with_every_number_of_threads(tiny: Callable[..., Path]) -> None:
     found = []
     for n_threads in (1, 2, 4):
-        with TargetModel(str(tiny("llama", dtype="Q4_0")), ModelConfig(n_ctx=512, n_threads=n_threads)) as model:
+        with TargetModel(str(tiny("llama", dtype="Q4_0")), replace(FAST, n_threads=n_threads)) as model:
             found.append(logits(model, width=8))
     assert_array_equal(found[0], found[1])
     assert_array_equal(found[0], found[2])
@@ -399,7 +401,7 @@ def test_rows_of_trees_have_the_bits_of_plain_passes_over_many_cells(
     quantized: Callable[[str], Path], quant: str
 ) -> None:
     """Over more than 600 cells, kept in order: accepted rows behind a rejected one are fed again."""
-    with TargetModel(str(quantized(quant)), ModelConfig(n_ctx=1024, n_threads=2)) as model:
+    with TargetModel(str(quantized(quant)), replace(FAST, n_ctx=1024)) as model:
         ids = np.random.default_rng(1).integers(100, 40000, 640).tolist()
         prefix, chain = ids[:-16], ids[-16:]
         plain = logits(model, chain, before=prefix)
@@ -453,6 +455,7 @@ def program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     for name in [name for name in os.environ if name.startswith("ESP_EDGE_") and name != "ESP_EDGE_CACHE"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ESP_EDGE_CONFIG", os.devnull)
+    monkeypatch.setenv("ESP_EDGE_KERNELS", "fast")
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*argv: str) -> tuple[str, str]:

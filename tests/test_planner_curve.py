@@ -21,6 +21,7 @@ from esp_edge.planner import measure
 from esp_edge.planner.curve import CostCurve, extend, isotonic
 from esp_edge.planner.measure import load_curve, plausible, save_curve, time_rounds, time_sizes, typical
 from esp_edge.planner.online import OnlineCost
+from esp_edge.step import Step
 
 Q4_0 = {1: 7.1, 2: 11.1, 3: 14.2, 4: 15.0, 5: 20.4, 6: 22.9, 8: 23.4, 12: 34.7, 16: 38.6, 32: 67.7, 63: 137.1}
 FAR = {1: 11.0, 2: 18.0, 4: 32.0, 8: 56.0}
@@ -216,6 +217,8 @@ def test_a_document_brings_back_the_curve_without_the_drift() -> None:
     again = CostCurve.from_document(json.loads(json.dumps(curve.to_document())))
     assert again.points == curve.points
     assert again.drift == 1.0
+    assert again.switch_ms == 0.0
+    assert CostCurve.from_document(CostCurve({8: {1: 1.0}}, switch_ms=0.25).to_document()).switch_ms == 0.25
     assert [again.ratio(n, 300) for n in (2, 8, 40)] == pytest.approx(
         [curve.ratio(n, 300) for n in (2, 8, 40)], rel=0.02
     )
@@ -231,6 +234,9 @@ def test_a_document_brings_back_the_curve_without_the_drift() -> None:
         {"own": [0.0]},
         {"own": [9.0] * len(Q4_0)},
         {"own": None},
+        {"switch_ms": -1.0},
+        {"switch_ms": math.nan},
+        {"switch_ms": None},
     ],
 )
 def test_a_document_that_is_none(change: dict[str, Any]) -> None:
@@ -445,6 +451,21 @@ def test_a_second_context_costs_no_prefill(tiny: Callable[..., Path]) -> None:
         curve = measure.measure_curve(model, budget_ms=60.0)
     assert list(curve.points) == [256, 1792]
     assert set(curve.points[1792]) == {1, 2, 4, 8}
+
+
+def test_what_another_size_costs_is_measured(model: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = 0
+
+    def scripted(_step: Step, n: int, _tokens: Sequence[int]) -> float:  # rows cost 1 ms, another size 0.5 ms
+        nonlocal last
+        last, switched = n, n != last
+        return n + 0.5 * switched
+
+    monkeypatch.setattr(measure, "pass_ms", scripted)
+    curve = measure.measure_curve(model, budget_ms=400.0)
+    assert curve.switch_ms == pytest.approx(0.5)
+    assert [curve.points[64][n] for n in (1, 2, 4, 8)] == pytest.approx([1, 2, 4, 8])
+    assert measure.measure_curve(model, budget_ms=10.0).switch_ms == 0.0  # no time to ask twice
 
 
 @pytest.mark.model

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,3 +183,34 @@ def test_closing_a_model_while_threads_open_sessions(tiny: Callable[..., Path]) 
         [sys.executable, "-c", CLOSING, str(tiny("llama"))], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr[-2000:]
+
+
+def longest_gap(work: Callable[[], object]) -> float:
+    """Seconds for which another thread could not run while ``work`` did, as a share of all its time."""
+    gaps: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.perf_counter()
+    work()
+    elapsed = time.perf_counter() - start
+    done.set()
+    thread.join()
+    return max(gaps) / elapsed
+
+
+def test_a_large_grammar_stops_no_other_thread(tiny: Callable[..., Path]) -> None:
+    """The server answers others while a grammar compiles and is applied: both once held Python's lock for seconds."""
+    grammar = "root ::= " + " | ".join(f'"{i:05d}"' for i in range(6000))
+    params = GenerationParams(max_tokens=1, temperature=0.0, grammar=grammar)
+    with load(tiny("llama"), ModelConfig(n_ctx=64, n_threads=1)) as model, model.session(DraftConfig("none")) as plain:
+        assert min(longest_gap(lambda: list(plain.generate("x", params))) for _ in range(3)) < 0.5

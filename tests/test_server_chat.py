@@ -240,6 +240,12 @@ def test_logit_bias_holds_together_with_a_constraint(server: Running) -> None:
     wanted = {"grammar": 'root ::= "y" | "n"'}
     assert server.text(**wanted, logit_bias={str(ids[0]): 100, str(ids[1]): -100}) == "y"
     assert server.text(**wanted, logit_bias={str(ids[0]): -100, str(ids[1]): 100}) == "n"
+    chosen = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["y", "n"]}}}
+    for extra in ({}, OFF):
+        for wanted_text, bias in (("y", (100, -100)), ("n", (-100, 100))):
+            biased = {str(token_id): value for token_id, value in zip(ids, bias, strict=True)}
+            text = server.text(response_format=chosen, logit_bias=biased, max_tokens=30, **extra)
+            assert json.loads(text) == wanted_text
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,26 @@ def test_a_setting_that_cannot_be_is_an_error(program: Program, flags: list[str]
     assert words in one_error(err)
 
 
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        (["--host", "0.0.0.0"], True),
+        (["--host", "0.0.0.0", "--api-key", "k"], False),
+        (["--host", "localhost"], False),
+        ([], False),
+    ],
+)
+def test_an_open_server_that_others_reach_is_warned_about(
+    program: Program, monkeypatch: pytest.MonkeyPatch, flags: list[str], warned: bool
+) -> None:
+    from esp_edge.cli import serve  # noqa: PLC0415
+
+    monkeypatch.setattr(serve._Run, "run", lambda self: self._listener.close())
+    code, _, err = program("serve", "--port", "0", *flags)
+    assert code == 0
+    assert ("warning: everybody who reaches 0.0.0.0 can use this server; set --api-key" in err) is warned
+
+
 def test_a_port_that_is_taken_is_an_error(program: Program) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         code, _, err = program("serve", "--port", str(other.getsockname()[1]))

@@ -28,7 +28,7 @@ OFF = {"speculative": {"enabled": False}}
 @pytest.fixture(scope="module")
 def server(tiny: Callable[..., Path]) -> Iterator[Running]:
     draft = DraftConfig("auto", cost="flat")
-    settings = ServerSettings(draft=draft, max_body_bytes=3 << 20)
+    settings = ServerSettings(draft=draft, max_body_bytes=3 << 20, pooling="last")  # embeddings are for schemathesis
     with load(tiny()) as model, Engine(model, draft=draft) as engine, running(engine, settings) as server:
         yield server
 
@@ -118,7 +118,9 @@ def test_the_message_says_what_is_needed_and_what_was_found(server: Running) -> 
         ('"prediction": {"type": "content", "content": 5}', "prediction.content"),
         ('"prediction": {"type": "content", "content": "\\ud800"}', "prediction"),
         ('"repeat_penalty": 0', "repeat_penalty"),
+        (f'"dry_sequence_breakers": {json.dumps(["x"] * 33)}', "dry_sequence_breakers"),
         ('"chat_template_kwargs": {"messages": []}', "chat_template_kwargs"),
+        ('"chat_template_kwargs": {"self": 1}', "chat_template_kwargs"),
     ],
 )
 def test_a_value_out_of_range_is_named(server: Running, fields: str, param: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -170,28 +172,29 @@ def test_a_name_that_cannot_be_one_is_refused(name: str) -> None:
 
 @pytest.fixture
 def impatient(model: Model) -> Iterator[Running]:
-    with running(ScriptedEngine(model, lambda _: ["ok"] * 5, delay=0.1), http=http_protocol(0.3)) as server:
+    protocol = http_protocol(ServerSettings(header_seconds=0.3))
+    with running(ScriptedEngine(model, lambda _: ["ok"] * 5, delay=0.1), http=protocol) as server:
         yield server
 
 
-def seconds_to_close(server: Running, first: bytes, drip: bytes) -> float:
-    """How long a connection lives on which ``drip`` is sent every 50 ms; answers are read and dropped."""
-    start = time.monotonic()
+def until_closed(server: Running, first: bytes, drip: bytes) -> tuple[float, bytes]:
+    """How many seconds a connection lives on which ``drip`` is sent every 50 ms, and what comes meanwhile."""
+    start, seen = time.monotonic(), b""
     with socket.create_connection(("127.0.0.1", server.port), 0.05) as connection:
         connection.sendall(first)
         while time.monotonic() < start + 5:
             try:
-                if not connection.recv(1 << 16):
+                part = connection.recv(1 << 16)
+                seen += part
+                if not part:
                     break
             except TimeoutError:
                 pass
             except ConnectionError:
                 break
-            try:
+            with suppress(OSError):
                 connection.sendall(drip)
-            except OSError:
-                break
-    return time.monotonic() - start
+    return time.monotonic() - start, seen
 
 
 @pytest.mark.parametrize(
@@ -204,15 +207,17 @@ def seconds_to_close(server: Running, first: bytes, drip: bytes) -> float:
     ],
 )
 def test_headers_that_never_end_close_the_connection(impatient: Running, first: bytes) -> None:
-    assert 0.2 < seconds_to_close(impatient, first, b"x" if first else b"") < 2
+    seconds, _ = until_closed(impatient, first, b"x" if first else b"")
+    assert 0.2 < seconds < 2
 
 
 def test_the_command_is_as_impatient() -> None:
-    app = create_app(None, ServerSettings())
+    settings = ServerSettings(body_seconds=7)
+    app = create_app(None, settings)
     protocol = _graceful_server(app, service_of(app), 1).config.http
     assert isinstance(protocol, type)
     assert issubclass(protocol, H11Protocol)
-    assert protocol is not H11Protocol
+    assert getattr(protocol, "settings", None) is settings
 
 
 def test_a_slow_answer_and_a_slow_body_are_not_slow_headers(impatient: Running) -> None:
@@ -228,6 +233,89 @@ def test_a_slow_answer_and_a_slow_body_are_not_slow_headers(impatient: Running) 
         for _ in range(3):  # one connection, idle for longer than headers may take
             assert client.get("/health").status_code == 200
             time.sleep(0.4)
+
+
+@pytest.fixture
+def short(model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """A server that waits for a body for 0.3 s, and for nothing else for long."""
+    monkeypatch.setattr("esp_edge.server.security.LINGER_SECONDS", 0.2)
+    settings = ServerSettings(body_seconds=0.3)
+    with running(ScriptedEngine(model, lambda _: ["ok"]), settings, http=http_protocol(settings)) as server:
+        yield server
+
+
+LONG = ["word " * 400] * 100  # more than a connection holds that nobody reads
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 9000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n2328\r\n"])
+@pytest.mark.parametrize("drip", [b"", b" "])
+def test_a_body_that_never_ends_is_a_408(short: Running, framing: bytes, drip: bytes) -> None:
+    """It held its connection for ever."""
+    seconds, seen = until_closed(short, POST + framing + b'{"messages": ', drip)
+    assert 0.2 < seconds < 3
+    head, _, body = seen.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "body", "request_timeout")
+    assert "within 0.3 seconds" in error["message"]
+    assert short.engine.tickets == []
+    assert short.text() == "ok"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
+        b"GET /v1/nothing HTTP/1.1\r\nHost: localhost\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: evil.example\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n",
+    ],
+)
+def test_a_body_that_nobody_reads_does_not_keep_a_connection(short: Running, head: bytes) -> None:
+    """uvicorn forgets its own limit on idle connections as soon as another byte comes."""
+    seconds, seen = until_closed(short, head + b"Content-Length: 9000\r\n\r\n", b" ")
+    assert 0.2 < seconds < 3
+    assert seen.startswith(b"HTTP/1.1 ")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_client_that_reads_nothing_of_its_stream_is_given_up(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, own: bool
+) -> None:
+    """Where uvicorn's own protocol listens, the response looks; a traceback in the log was the only trace of it."""
+    monkeypatch.setattr("esp_edge.server.stream.LATER", 0.1)
+    settings = ServerSettings(send_seconds=0.3)
+    engine = ScriptedEngine(model, lambda _: LONG)
+    with running(engine, settings, http=http_protocol(settings) if own else "h11") as server:
+        server.hold_little()
+        body = json.dumps({**HI, "stream": True}).encode()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            deadline = time.monotonic() + 10
+            while not engine.tickets or not engine.tickets[0].cancelled.is_set():
+                assert time.monotonic() < deadline, "it is still made"
+                time.sleep(0.02)
+            server.wait_idle()
+            if own:
+                assert server.server.server_state.connections == set()
+        assert server.http.get("/health").status_code == 200
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+def test_a_client_that_reads_again_gets_everything(model: Model) -> None:
+    settings = ServerSettings(send_seconds=1)
+    engine = ScriptedEngine(model, lambda _: LONG, delay=0.015)
+    with running(engine, settings, http=http_protocol(settings)) as server:
+        server.hold_little()
+        with server.http.stream("POST", CHAT, json={**HI, "stream": True}) as response:
+            time.sleep(0.3)  # more is waiting than the connection holds
+            data = response.read()
+        assert data.endswith(b"data: [DONE]\n\n")
+        assert data.count(b"word ") == "".join(LONG).count("word ")
 
 
 # -- origins ---------------------------------------------------------------------------------------------------------

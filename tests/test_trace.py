@@ -301,7 +301,7 @@ def test_a_directory_that_is_no_trace(tmp_path: Path) -> None:
     [
         ("lade", "lookahead window"),
         ("draft-model[draft-model=x.gguf]", "second model"),
-        ("auto", r"give auto\[cost=flat\]"),
+        ("auto", r"give --cost FILE .* or auto\[cost=flat\]"),
         (
             "esp[mask-init=vocab-mean,masks=3]",
             "needs 3 masks of vocab-mean, but the trace has 2 masks of vocab-mean, .*--masks 3",

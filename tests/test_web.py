@@ -839,6 +839,21 @@ def test_the_real_server_and_model_answer_the_page(browser: Browser, model_path:
         )
         expect(answer.locator(".src").first).to_be_visible()
         expect(answer.locator(".foot")).to_contain_text("Ended at the token limit.")
+        written = answer.locator(".body").inner_text()
+        answer.get_by_role("button", name="Regenerate").click()
+        expect(page.locator(".answer")).to_have_attribute("aria-busy", "false")
+        assert page.locator(".answer .body").inner_text() == written  # at temperature 0
+        page.reload()
+        expect(page.locator(".answer .body")).to_have_text(written, use_inner_text=True)
+        page.keyboard.press("Control+,")
+        page.get_by_label("Max tokens").fill("")
+        answer = ask(page, "Write a very long story about a ship.", wait=False)
+        expect(answer.locator(".body")).not_to_be_empty(timeout=20000)
+        page.get_by_role("button", name="Stop").click()
+        expect(answer.locator(".foot")).to_contain_text("Stopped.")
+        server.wait_idle()
+        page.get_by_label("Max tokens").fill("9")
+        page.locator("#prompt").focus()
         page.keyboard.press("Control+Enter")
         expect(page.locator("#compare .verdict")).to_contain_text(
             re.compile("Identical text|First difference"), timeout=20000

@@ -16,22 +16,29 @@ def _flat(name: str, *options: str) -> Entry:
     return Entry(name, f"auto[{','.join(('cost=flat', f'block-complexity={ROWS}', *options))}]")
 
 
-def _without(source: str) -> Entry:
-    rest = "+".join(name for name in FUSED_SOURCES if name != source)
-    return _flat(f"without {source}", f"sources={rest}")
+def _planned(name: str, *options: str) -> Entry:
+    """As many rows as are worth their time here: what counts is the speed."""
+    return Entry(name, f"auto[{','.join((f'block-complexity={PLANNED_BLOCK}', *options))}]")
+
+
+def _without(source: str) -> str:
+    return f"sources={'+'.join(name for name in FUSED_SOURCES if name != source)}"
 
 
 _FLAT = (
     _flat(ALL),
-    *(_without(source) for source in FUSED_SOURCES),
+    *(_flat(f"without {source}", _without(source)) for source in FUSED_SOURCES),
     _flat("esp alone", "sources=esp"),
-    _flat("no learning", "learn=off"),
+    _flat("prior only, no learning or calibration", "learn=off"),
     _flat("no re-ranking", "apart"),
     _flat("dense masks", "dense"),
     _flat("two masks", "masks=2"),
 )
 _MEASURED = (
-    Entry(PLANNED, f"auto[block-complexity={PLANNED_BLOCK}]"),
+    _planned(PLANNED),
+    *(_planned(f"{PLANNED}, without {source}", _without(source)) for source in FUSED_SOURCES),
+    _planned(f"{PLANNED}, prior only", "learn=off"),
+    _planned(f"{PLANNED}, no re-ranking", "apart"),
     *(Entry(f"at most {rows} rows", f"auto[block-complexity={rows}]") for rows in (4, 10)),
     *(Entry(f"always {rows} rows", f"auto[cost=flat,block-complexity={rows}]") for rows in (4, 10)),
 )

@@ -36,7 +36,7 @@ def peer_command(peer: Peer, file: Path, config: ModelConfig, *, n_slots: int) -
 
 def environment() -> dict[str, str]:
     """Without variables that are flags of either program: both get theirs on the command line."""
-    kept = ("ESP_EDGE_CACHE",)
+    kept = ("ESP_EDGE_CACHE", "ESP_EDGE_KERNELS_ISA")
     found = {name: value for name, value in peer_environment().items() if not name.startswith("ESP_EDGE_")}
     found |= {name: os.environ[name] for name in kept if name in os.environ}
     return found | {"ESP_EDGE_CONFIG": os.devnull}

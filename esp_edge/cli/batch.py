@@ -230,8 +230,11 @@ def open_results(path: Path | None) -> Iterator[TextIO]:
 # -- answering -------------------------------------------------------------------------------------------------------
 
 
-def run(session: Session, requests: Sequence[Request], results: TextIO, *, bar: Bar) -> int:
+def run(session: Session, requests: Sequence[Request], results: TextIO, *, bar: Bar, explain: bool = False) -> int:
     """Answer all requests, a document as soon as it is there; the number of those that failed.
+
+    Args:
+        explain: every document has an ``explanation``, null where the drafter has none.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; the request then running has no document.
@@ -242,7 +245,7 @@ def run(session: Session, requests: Sequence[Request], results: TextIO, *, bar: 
     n_failed = 0
     bar.update(0, len(requests))
     for n_done, request in enumerate(requests, start=1):
-        document = _document(session, request, notices)
+        document = _document(session, request, notices, explain)
         n_failed += "error" in document
         print_json(document, results)
         bar.update(n_done, len(requests))
@@ -253,7 +256,7 @@ def _is_chat(prompt: Prompt) -> bool:
     return not isinstance(prompt, str) and isinstance(prompt[0], dict)
 
 
-def _document(session: Session, request: Request, notices: Notices) -> dict[str, Any]:
+def _document(session: Session, request: Request, notices: Notices, explain: bool) -> dict[str, Any]:
     try:
         result = answer(session, request.prompt, request.params)
     except EspEdgeError as error:
@@ -261,4 +264,5 @@ def _document(session: Session, request: Request, notices: Notices) -> dict[str,
     if result.finish_reason is None:
         raise KeyboardInterrupt
     notices.show(result.stats.note)
-    return result.document(request.request_id, session, logprobs=request.params.logprobs is not None)
+    document = result.document(request.request_id, session, logprobs=request.params.logprobs is not None)
+    return document | {"explanation": session.explain(result.stats)} if explain else document

@@ -19,6 +19,8 @@ from esp_edge.errors import ConfigError, PromptError
 
 __all__ = ["SETTINGS", "Conversation", "assign", "closest", "settings"]
 
+ALL = "all"  # how no choice of draft sources is written
+
 
 def closest(word: str, words: Iterable[str]) -> str:
     """`` (did you mean X?)``, or nothing when no word is close."""
@@ -132,6 +134,10 @@ def _text_or_none(text: str) -> str | None:
     return None if text == "off" else text
 
 
+def _sources(text: str) -> str:
+    return "" if text == ALL else text
+
+
 def _stops(text: str) -> tuple[str, ...]:
     return () if text == "off" else tuple(stops_from(text))
 
@@ -169,6 +175,7 @@ _DRAFT: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "keep": ("keep", _switch, "on or off"),
     "occurrence": ("occurrence", str, "newest or first"),
     "draft-seed": ("seed", int, "a whole number"),
+    "sources": ("sources", _sources, "names joined by +, or all"),
 }
 SETTINGS = (*_PARAMS, *_DRAFT)
 # the name in the API where it is another one; --seed is the sampler's, although drafts have a seed, too
@@ -219,4 +226,4 @@ def _shown(value: Any) -> str:
         return "on" if value else "off"
     if isinstance(value, tuple):  # stop texts, or the widths of a tree
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")) if value else "off"
-    return str(value)
+    return str(value) or ALL

@@ -61,7 +61,11 @@ def generate(
         bool | None, option("--stats/--no-stats", text="One line of statistics in the end. (default: on a terminal)")
     ] = None,
     explain: Annotated[
-        bool, option("--explain", text="In the end, all statistics and why the drafter drafted as it did.")
+        bool,
+        option(
+            "--explain",
+            text="In the end, all statistics and why the drafter drafted as it did; with --jsonl in every document.",
+        ),
     ] = False,
 ) -> None:
     """Answer a prompt, or many with --jsonl."""
@@ -71,7 +75,7 @@ def generate(
     params, drafting, loading = sampling.params(), draft.config(), load.config()
     if jsonl is not None:
         requests = batch.read_requests(jsonl, params, system=system, raw=raw)
-        _run_batch(requests, out, model, loading, drafting)
+        _run_batch(requests, out, model, loading, drafting, explain=explain)
         return
     if params.logprobs is not None and not as_json:
         raise typer.BadParameter(
@@ -143,7 +147,13 @@ def _finish(result: Answer, stats: bool | None) -> None:
 
 
 def _run_batch(
-    requests: list[batch.Request], out: Path | None, model: str, loading: ModelConfig, drafting: DraftConfig
+    requests: list[batch.Request],
+    out: Path | None,
+    model: str,
+    loading: ModelConfig,
+    drafting: DraftConfig,
+    *,
+    explain: bool,
 ) -> None:
     done = {} if out is None else batch.finished(out)
     todo = [request for request in requests if done.get(request.request_id, True)]
@@ -158,7 +168,7 @@ def _run_batch(
             open_session(model, loading, drafting) as session,
             Bar("answering", shown=shown) as bar,
         ):
-            n_failed = batch.run(session, todo, results, bar=bar)
+            n_failed = batch.run(session, todo, results, bar=bar, explain=explain)
     if n_failed:
         note(f"{n_failed} of {len(requests)} requests failed; their documents say why")
         raise typer.Exit(1)

@@ -141,7 +141,12 @@ class LoadOptions:
     cache_type_v: Annotated[str, _load("-ctv", "--cache-type-v", text="KV cache type of V.")] = _MODEL.type_v
     exact: Annotated[bool, _load("--exact", text="Bit-exact decoding on the CPU.")] = _MODEL.exact
     kernels: Annotated[
-        str, _load("--kernels", metavar="fast|stock", text="CPU kernels: ours, where they work, or llama.cpp's.")
+        str,
+        _load(
+            "--kernels",
+            metavar="auto|fast|stock",
+            text="CPU kernels: ours, where they work (fast), llama.cpp's (stock), or what is measured as faster.",
+        ),
     ] = _MODEL.kernels
     rpc: Annotated[
         str, _load("--rpc", metavar="HOST:PORT,...", text="llama.cpp RPC servers that take layers; with -ngl.")

@@ -309,7 +309,7 @@ def _graceful_server(app: Any, service: Service, timeout: int) -> uvicorn.Server
     config = uvicorn.Config(
         app,
         loop="asyncio",  # the same everywhere, whether uvloop happens to be installed or not
-        http=http_protocol(service.settings.header_seconds),  # h11, the one with a limit on headers
+        http=http_protocol(service.settings),  # h11, the one with a limit on headers
         h11_max_incomplete_event_size=service.settings.max_header_bytes,
         ws="none",
         log_config=None,

@@ -31,7 +31,8 @@ MARGIN = 1.05  # times its price that a row must promise: predictions are best w
 TRUST_MEMORY = 0.98  # a pass counts this much less with every later one
 TRUST_PRIOR = 6.0  # tokens that the first trust is worth
 FIRST_TRUST = 0.9  # share of its promise that a draft is believed to keep before there is proof
-_VERSION = 1  # of stored weights: raise it when a feature changes
+_VERSION = 2  # of what is stored: raise it when a feature changes
+_NUMBERS_KEPT = ("weights", "corrections")
 _NUMBERS: Int32Array = np.arange(MAX_BLOCK, dtype=np.int32)
 _NO_PATH: Int32Array = np.empty(0, np.int32)
 _NO_IDS: Int32Array = np.empty((0, 1), np.int32)
@@ -152,19 +153,30 @@ class FusedDrafter:
         return {"calibration": bands, "mask_gain": round(self.core.mask_gain, 3) if self._k else None}
 
     def learned(self) -> dict[str, Any]:
-        """The weights now, JSON-ready, for :meth:`recall` in another process."""
-        return {"version": _VERSION, "weights": [round(float(weight), 5) for weight in self.core.weights]}
+        """The weights and what calibration observed, JSON-ready, for :meth:`recall` in another process."""
+        numbers = {name: [round(float(x), 5) for x in getattr(self.core, name)] for name in _NUMBERS_KEPT}
+        return {"version": _VERSION, **numbers}
 
     def recall(self, document: Any) -> None:
-        """Take up stored weights; what is none, or of another version, is left alone."""
+        """Take up what was stored; what is nothing of the kind, or of another version, is left alone."""
         if not isinstance(document, dict) or document.get("version") != _VERSION:
             return
-        try:
-            weights = np.array(document.get("weights"), np.float32)
-        except (TypeError, ValueError, OverflowError):
+        found = {name: _numbers(document.get(name)) for name in _NUMBERS_KEPT}
+        if any(x is None or x.shape != getattr(self.core, name).shape for name, x in found.items()):
             return
-        if weights.shape == prior_weights().shape and np.isfinite(weights).all():
-            self.core.weights = weights
+        if (found["corrections"] < 0.0).any():  # they are counts
+            return
+        for name, numbers in found.items():
+            setattr(self.core, name, numbers)
+
+
+def _numbers(stored: Any) -> FloatArray | None:
+    """Stored numbers as float32[n]; None where they are none."""
+    try:
+        numbers = np.array(stored, np.float32)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return numbers if np.isfinite(numbers).all() else None
 
 
 def _faded(total: float, prior: float) -> float:

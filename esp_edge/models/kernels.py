@@ -4,7 +4,9 @@ They work on the weights as the file has them, cost little more for a few rows t
 bits whatever the width of its pass. They hook into ggml's CPU backend, so they run only where the library is one they
 were tried with; everything else computes with llama.cpp's own kernels, with one line that says why.
 
-``$ESP_EDGE_KERNELS_ISA`` names the best instruction set that may be used, to try the others.
+With ``kernels="auto"`` they run where they decode faster, which is measured (:mod:`esp_edge.models.kernel_choice`).
+``$ESP_EDGE_KERNELS_ISA`` names the best instruction set that may be used, to try the others; who sets it has chosen
+ours, and nothing is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from esp_edge._runtime import native
 from esp_edge.config import ModelConfig
 from esp_edge.errors import ConfigError
-from esp_edge.models import gguf
+from esp_edge.models import gguf, kernel_choice
+from esp_edge.models.cache import ModelCache
 
 __all__ = ["FORMATS", "ISA_VARIABLE", "Kernels", "plan_kernels"]
 
@@ -72,8 +75,14 @@ class Kernels:
         return f"{self.isa} for {matrices}" + ("" if self.complete else "; llama.cpp's for the rest")
 
 
-def plan_kernels(config: ModelConfig, header: gguf.GGUFHeader) -> Kernels:
+def plan_kernels(
+    config: ModelConfig, header: gguf.GGUFHeader, *, n_threads: int = 0, cache: ModelCache | None = None
+) -> Kernels:
     """What a model that is about to be loaded can use.
+
+    Args:
+        n_threads: of its passes.
+        cache: where ``kernels="auto"`` finds and keeps what it measures; None = do not measure, use ours.
 
     Raises:
         ConfigError: ``$ESP_EDGE_KERNELS_ISA`` is no instruction set.
@@ -92,7 +101,19 @@ def plan_kernels(config: ModelConfig, header: gguf.GGUFHeader) -> Kernels:
     tensors = (tensor for part in gguf.read_parts(header) for tensor in part.tensors.values())
     matrices = [tensor for tensor in tensors if _is_matrix(tensor)]
     types = frozenset(tensor.type_name for tensor in matrices)
-    return Kernels(allowed[0], complete=all(map(_is_covered, matrices)), types=types)
+    planned = Kernels(allowed[0], complete=all(map(_is_covered, matrices)), types=types)
+    # exact mode promises the same bits tomorrow, so nothing measured may decide in it
+    if config.kernels != "auto" or config.exact or limit is not None or cache is None:
+        return planned
+    return _faster(planned, kernel_choice.matrices_of(matrices, _is_covered), n_threads, cache)
+
+
+def _faster(planned: Kernels, matrices: kernel_choice.Matrices, n_threads: int, cache: ModelCache) -> Kernels:
+    """What was planned, or llama.cpp's where they decode clearly faster."""
+    found = kernel_choice.choose(matrices, planned.isa or "", n_threads, cache, complete=planned.complete)
+    if found is None or found.takes_ours:
+        return planned
+    return Kernels(reason=f"they are faster here: {found}; --kernels fast uses ours")
 
 
 def _limit() -> str | None:

@@ -18,7 +18,7 @@ from gguf.constants import GGMLQuantizationType
 from esp_edge._runtime import captured_log, llama_cpp, native
 from esp_edge.config import KV_TYPES, ModelConfig
 from esp_edge.errors import ConfigError, ModelLoadError, PromptError, UnsupportedModelError
-from esp_edge.models import gguf, hub
+from esp_edge.models import gguf, hub, kernel_choice
 from esp_edge.models.cache import ModelCache
 from esp_edge.models.device import tuned_threads
 from esp_edge.models.embeddings import EmbeddingTable
@@ -237,7 +237,8 @@ class TargetModel:
         self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self.path: Path = hub.resolve(spec, progress=progress)
         self.header = gguf.preflight(self.path)
-        self.kernels = plan_kernels(self.config, self.header)
+        self.cache = ModelCache(self.path)
+        self.kernels = plan_kernels(self.config, self.header, n_threads=self.threads, cache=self.cache)
         if self.config.exact and not self.kernels.complete:
             prepare_exact(self.header)
         self._rpc = RpcServers(self.config.rpc)
@@ -247,7 +248,6 @@ class TargetModel:
             self._tokenizer = Tokenizer(llama_cpp.llama_model_get_vocab(self.pointer))
             self._refuse_unsupported()
             self.n_ctx = self._context_length()
-            self.cache = ModelCache(self.path)
             self._template: tuple[ChatTemplate, str | None] | None = None
             self.capability = self._find_capability()
             self.embeddings = self._open_embeddings(self.capability.scale) if self.capability.masks else None
@@ -417,8 +417,12 @@ class TargetModel:
             PromptError: a message is malformed, or the template refuses the conversation.
         """
         ids: list[int] = []
+        known: dict[tuple[str, bool], list[int]] = {}  # a text of many special tokens is cut into as many pieces
         for piece in self.template.render(messages, **template_args):
-            ids += self.tokenizer.encode(piece.text, parse_special=not piece.literal)
+            key = piece.text, not piece.literal
+            if key not in known:
+                known[key] = self.tokenizer.encode(piece.text, parse_special=not piece.literal)
+            ids += known[key]
         if self.tokenizer.adds_bos and self.tokenizer.bos >= 0 and ids[:1] != [self.tokenizer.bos]:
             ids.insert(0, self.tokenizer.bos)
         return ids
@@ -476,7 +480,7 @@ def prepare_exact(header: gguf.GGUFHeader) -> None:
     tiled = _tiled_types(header)
     if not tiled or os.environ.get("GGML_CPU_TILED_MM") == "0":
         return
-    if Context.made:
+    if Context.made or kernel_choice.has_raced():
         raise ConfigError(
             f"exact mode on {', '.join(sorted(tiled))} weights must be chosen before the process runs another model: "
             f"load this model first, or set GGML_CPU_TILED_MM=0 in the environment"

@@ -19,7 +19,7 @@ __all__ = ["CONTEXT_STEP", "CostCurve", "Points", "extend", "isotonic"]
 Points = Mapping[int, Mapping[int, float]]  # context -> rows -> milliseconds
 CONTEXT_STEP = 256  # llama.cpp pads the KV cells that attention walks to this; one table serves all contexts of a step
 
-_VERSION = 1
+_VERSION = 2
 _Floats = npt.NDArray[np.float64]
 _CACHED_TABLES = 64
 _STALE = 0.01  # relative change of a size's time after which tables are built anew
@@ -42,14 +42,21 @@ class CostCurve:
             may have few sizes, they only say how it grows.
         own: logarithms of what passes corrected at each size of that context, from an earlier run.
         spread: how many times the best time of a size its next one was; well above 1, other programs disturbed.
+        switch_ms: what a pass costs on top when the one before it had another number of rows: the points are of passes
+            that follow one of their own size, for which llama.cpp keeps its graph of computations.
 
     Raises:
         ConfigError: no point, or one that is no positive time of a positive number of rows.
     """
 
-    def __init__(self, points: Points, own: Sequence[float] | None = None, *, spread: float = 1.0) -> None:
+    def __init__(
+        self, points: Points, own: Sequence[float] | None = None, *, spread: float = 1.0, switch_ms: float = 0.0
+    ) -> None:
         _check(points)
+        if not 0.0 <= switch_ms < math.inf:
+            raise ConfigError(f"the cost of another number of rows is at least 0 ms, but {switch_ms} was found")
         self.spread = spread
+        self.switch_ms = switch_ms
         self._points = {context: dict(sorted(points[context].items())) for context in sorted(points)}
         reference = max(self._points.values(), key=len)
         self._sizes = np.array(list(reference), np.int64)
@@ -117,6 +124,7 @@ class CostCurve:
             "version": _VERSION,
             "points": {str(c): {str(n): round(ms, 5) for n, ms in found.items()} for c, found in self._points.items()},
             "own": [round(value, 5) for value in self._online.own.tolist()],
+            "switch_ms": round(self.switch_ms, 5),
         }
 
     @classmethod
@@ -135,7 +143,7 @@ class CostCurve:
             own = [float(value) for value in document["own"]]
             if not all(abs(value) < 3.0 for value in own):
                 raise ConfigError("a cost curve's corrections are logarithms below 3: measure again with esp-edge tune")
-            return cls(points, own)
+            return cls(points, own, switch_ms=float(document["switch_ms"]))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise ConfigError("this document is no cost curve: measure again with esp-edge tune") from None
 

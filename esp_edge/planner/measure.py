@@ -32,6 +32,7 @@ __all__ = [
     "measure_threads",
     "pass_ms",
     "plausible",
+    "repeated_ms",
     "save_curve",
     "time_rounds",
     "time_sizes",
@@ -39,9 +40,9 @@ __all__ = [
 ]
 
 Progress = Callable[[int, int], None]
-BUDGET_MS = 1600.0  # of timed passes at the short context; with prefill and the longer one, about 2.5 s
+BUDGET_MS = 1200.0  # of timed passes at the short context; with all others, about 2.5 s
 
-_KEY, _VERSION = "cost_curve", 1
+_KEY, _VERSION = "cost_curve", 2
 _MOST_STORED = 8  # curves of one model file: thread counts, exact mode, ...
 _SIZES = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, MAX_EXACT_BLOCK + 3, 96, 128, 192, MAX_BLOCK)
 _NEEDED = (1, 2, 4, 8)  # measured however slow the device is
@@ -54,6 +55,9 @@ _FIRST_ROUND = 0.65  # of the budget, that measuring every size once may take
 _EVEN = 1.5  # times an even share of the budget, that the passes of one size may take
 _MOST_ROUNDS = 9
 _CHEAP = 0.05  # of the budget, that a needed size may take to be timed twice in the first round
+_REPEATED = 16  # rows up to which a pass is timed behind another one of its size: beyond, it makes little difference
+_SWITCHES = 7  # between passes of one and two rows, to see what another size costs
+_SWITCH_SHARE = 0.15  # of the budget, that these may take
 _TRIES = 3  # for a pass that took longer than it can
 _SLACK = 1.3  # times what a pass can take, before it is taken for disturbed
 _BUSY = 1.25  # spread of a curve that is not worth keeping
@@ -149,13 +153,18 @@ def measure_curve(model: TargetModel, *, budget_ms: float = BUDGET_MS, progress:
         step = Step(context)
         tokens = dummy_tokens(model, contexts[0] + sizes[-1])
         step.prefill(tokens[: contexts[0]])
-        times = {contexts[0]: time_sizes(lambda n: report.add(pass_ms(step, n, tokens)), sizes, budget_ms)}
+
+        def run(n: int) -> float:
+            return report.add(repeated_ms(step, n, tokens))
+
+        times = {contexts[0]: time_sizes(run, sizes, budget_ms)}
+        switch_ms = _switch_ms(step, tokens, _SWITCH_SHARE * budget_ms) if len(sizes) > 1 else 0.0
         if len(contexts) > 1 and _stretch(context, contexts[0], contexts[1]):
-            far_ms = _FAR_SHARE * budget_ms
-            times[contexts[1]] = time_sizes(lambda n: report.add(pass_ms(step, n, tokens)), _NEEDED, far_ms)
+            times[contexts[1]] = time_sizes(run, _NEEDED, _FAR_SHARE * budget_ms)
     report.finish()
     points = {at: plausible(found) for at, found in times.items()}
-    return CostCurve(points, spread=max(_spread(times[contexts[0]]), _contradiction(points)))
+    spread = max(_spread(times[contexts[0]]), _contradiction(points))
+    return CostCurve(points, spread=spread, switch_ms=switch_ms)
 
 
 class _Report:
@@ -230,6 +239,34 @@ def pass_ms(step: Step, n: int, tokens: Sequence[int], clock: Callable[[], float
     elapsed = 1000.0 * (clock() - start)
     step.rollback()
     return elapsed
+
+
+def repeated_ms(step: Step, n: int, tokens: Sequence[int]) -> float:
+    """:func:`pass_ms` of a pass that follows one of its own size, as most do, where that makes a difference."""
+    if n <= _REPEATED:
+        pass_ms(step, n, tokens)
+    return pass_ms(step, n, tokens)
+
+
+def _switch_ms(step: Step, tokens: Sequence[int], budget_ms: float) -> float:
+    """How much longer a pass takes behind one of another size: llama.cpp builds and plans its graph anew then.
+
+    Told by passes of one row behind one of two rows and behind one of its own size, in turns; 0 where passes are so
+    slow that it makes no difference.
+    """
+    behind: dict[int, list[float]] = {1: [], 2: []}
+    pass_ms(step, 1, tokens)
+    spent = 0.0
+    for _ in range(_SWITCHES):
+        for before, found in behind.items():
+            spent += pass_ms(step, before, tokens)
+            found.append(pass_ms(step, 1, tokens))
+            spent += found[-1]
+        if spent * (1 + 1 / len(behind[1])) > budget_ms:  # another round would not fit
+            break
+    if len(behind[1]) == 1:
+        return 0.0
+    return max(0.0, statistics.median(behind[2]) - statistics.median(behind[1]))
 
 
 def typical(times: Sequence[float]) -> float:

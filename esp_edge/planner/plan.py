@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from esp_edge.metrics import GenerationStats
 from esp_edge.planner.curve import CostCurve
 from esp_edge.tree import FloatArray
@@ -38,6 +40,7 @@ class Planner:
         self._ms = 0.0
         self._n_passes = 0
         self._n_looks: dict[int, int] = {}  # by rows
+        self._last_rows = 0  # of the last pass, 0 = there was none
 
     @property
     def masks_may_pay(self) -> bool:
@@ -45,8 +48,18 @@ class Planner:
         return self.curve.ratio(8, 0) < _NEAR_FREE
 
     def cost(self, rows: int, context: int) -> FloatArray:
-        """float32[rows], milliseconds of a pass of 1, 2, ... rows after ``context`` tokens."""
-        return self.curve.table(context, rows)[1:]
+        """float32[rows], milliseconds of a pass of 1, 2, ... rows after ``context`` tokens and the last pass.
+
+        A pass of another size than the last one costs ``curve.switch_ms`` more. So single drafts that hardly pay are
+        not made, and where drafts pay, passes tend to keep their size.
+        """
+        cost, switch_ms = self.curve.table(context, rows)[1:], self._switch_ms()
+        if not switch_ms:
+            return cost
+        cost = cost + np.float32(switch_ms)
+        if self._last_rows <= rows:
+            cost[self._last_rows - 1] -= np.float32(switch_ms)
+        return cost
 
     def price(self, context: int) -> float:
         """Tokens that a millisecond is worth now: at least what plain decoding makes of it."""
@@ -58,13 +71,19 @@ class Planner:
 
         The price is kept in the curve's time, not in the clock's, so that a disturbed pass does not change it.
         """
+        switch_ms = self._switch_ms() if rows != self._last_rows else 0.0
+        self._last_rows = rows
         self._tokens = _MEMORY * self._tokens + tokens
-        self._ms = _MEMORY * self._ms + self.curve.ms(rows, context)
+        self._ms = _MEMORY * self._ms + self.curve.ms(rows, context) + switch_ms
         self._n_passes += 1
         looks = self._n_looks.get(rows, 0)
         if self._refine and (looks < _LOOK_FIRST or self._n_passes % _LOOK_EVERY == 0):
             self._n_looks[rows] = looks + 1
-            self.curve.observe(rows, context, ms)
+            self.curve.observe(rows, context, ms - switch_ms)
+
+    def _switch_ms(self) -> float:
+        """What another number of rows than that of the last pass costs now."""
+        return self.curve.switch_ms * self.curve.drift if self._last_rows else 0.0
 
     def explain(self, stats: GenerationStats, context: int) -> dict[str, Any]:
         """What passes cost around ``context`` tokens, what that saved, and why little was drafted if so; JSON-ready."""
@@ -72,6 +91,7 @@ class Planner:
         plain_ms = one * stats.committed_tokens
         return {
             "cost": {str(rows): round(self.curve.ms(rows, context), 3) for rows in _SHOWN},
+            "switch_ms": round(self.curve.switch_ms, 3),
             "price": round(self.price(context), 5),
             "plain_ms": round(plain_ms, 1),
             "saved_ms": round(plain_ms - stats.decode_ms, 1),

@@ -2,7 +2,7 @@
 
 ::
 
-    counting -> CORS headers -> size of the headers -> host -> origin -> API key -> size and nesting of the body
+    counting -> CORS headers -> size of the headers -> host -> origin -> API key -> size, time and nesting of the body
     -> route -> plan -> batch -> reply
 """
 
@@ -74,7 +74,12 @@ def service_of(app: FastAPI) -> Service:
 def _add_layers(app: FastAPI, service: Service) -> None:
     """The last one added is the outermost."""
     settings = service.settings
-    app.add_middleware(BodyGuard, max_bytes=settings.max_body_bytes, max_nesting=settings.max_nesting)
+    app.add_middleware(
+        BodyGuard,
+        max_bytes=settings.max_body_bytes,
+        max_nesting=settings.max_nesting,
+        seconds=settings.body_seconds,
+    )
     public = pages.page_paths() if settings.web else []
     app.add_middleware(KeyGuard, keys=settings.api_keys, public=public)
     app.add_middleware(OriginGuard, origins=settings.cors_origins)

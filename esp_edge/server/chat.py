@@ -27,7 +27,7 @@ from esp_edge.server.tools import Call, Offer, for_template, make_offer
 
 __all__ = ["routes"]
 
-_RESERVED = ("messages", "tools", "add_generation_prompt")
+_RESERVED = ("messages", "tools", "add_generation_prompt", "self")
 
 
 def routes(service: Service) -> APIRouter:

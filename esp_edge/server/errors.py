@@ -1,6 +1,7 @@
 """Failures as a client sees them: OpenAI's error shape with a true status, and 500 only for what is our fault.
 
-The openai package retries 408, 409, 429 and everything from 500 on, so a client's fault must never be one of these.
+The openai package retries 408, 409, 429 and everything from 500 on, so a client's fault must never be one of these. A
+body that does not arrive in time is a 408 all the same: the line may be faster when the request is sent again.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ __all__ = [
     "Tool",
 ]
 
+MAX_BREAKERS = 32  # llama.cpp looks through the whole vocabulary for each, 10 ms or more
 _TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _PROMPT = {"anyOf": [*_TEXTS["anyOf"][:2], _IDS, {"type": "array", "items": _IDS}]}
@@ -114,7 +115,7 @@ class SamplingRequest(Strict):
     dry_base: float | None = None
     dry_allowed_length: int | None = None
     dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str] | None = None
+    dry_sequence_breakers: Annotated[list[str], Field(max_length=MAX_BREAKERS)] | None = None
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
     grammar: str | None = Field(None, description="GBNF text with a root rule")

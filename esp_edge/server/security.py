@@ -4,9 +4,10 @@
 ``HostGuard``    a name that points here without being this machine's is not served
 ``OriginGuard``  a page of another site may not make a browser call this server, readable or not
 ``KeyGuard``     an API key, when the server has any
-``BodyGuard``    size and nesting of a body, before anything parses it
+``BodyGuard``    size, time and nesting of a body, before anything parses it
 
-:func:`http_protocol` stands before all of them: headers that do not come to an end never become a request.
+:func:`http_protocol` stands before all of them: headers that do not come to an end never become a request, and a body
+that nobody reads does not keep its connection open.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from esp_edge.server.errors import ApiError
-from esp_edge.server.settings import is_loopback
+from esp_edge.server.settings import ServerSettings, is_loopback
 
 __all__ = ["BodyGuard", "HeaderGuard", "HostGuard", "KeyGuard", "OriginGuard", "http_protocol", "is_too_deep"]
 
@@ -166,10 +167,16 @@ class KeyGuard:
 
 
 class BodyGuard:
-    """Reads a body, refuses one that is too large, too deep or no UTF-8, and hands it on in one piece."""
+    """Reads a body, refuses one that is too large, too slow, too deep or no UTF-8, and hands it on in one piece.
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_nesting: int) -> None:
-        self._app, self._max_bytes, self._max_nesting = app, max_bytes, max_nesting
+    Args:
+        seconds: that a body may take to arrive; a client that sends a byte now and then would hold its part for ever.
+    """
+
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, max_nesting: int, seconds: float = ServerSettings().body_seconds
+    ) -> None:
+        self._app, self._max_bytes, self._max_nesting, self._seconds = app, max_bytes, max_nesting, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -177,7 +184,7 @@ class BodyGuard:
             await self._app(scope, receive, send)
             return
         try:
-            body = await self._read(Headers(scope=scope), receive)
+            body = await self._read_in_time(Headers(scope=scope), receive)
         except ApiError as error:
             await error.response()(scope, receive, _lingering(receive, send))
             return
@@ -194,6 +201,20 @@ class BodyGuard:
             return first.pop() if first else await receive()
 
         await self._app(scope, replay, send)
+
+    async def _read_in_time(self, headers: Headers, receive: Receive) -> bytes | None:
+        try:
+            return await asyncio.wait_for(self._read(headers, receive), self._seconds)
+        except (TimeoutError, asyncio.TimeoutError):
+            wanted = f"a body must arrive within {self._seconds:g} seconds"
+            closing = {"Connection": "close"}
+            raise ApiError(
+                408,
+                f"{wanted}, but this one has not; send it again",
+                param="body",
+                code="request_timeout",
+                headers=closing,
+            ) from None
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes | None:
         length = headers.get("content-length", "")
@@ -272,41 +293,67 @@ def is_too_deep(body: bytes, limit: int) -> bool:
     return False
 
 
-# -- slow headers ----------------------------------------------------------------------------------------------------
+# -- slow clients ----------------------------------------------------------------------------------------------------
 
 
-def http_protocol(header_seconds: float) -> type[H11Protocol]:
-    """uvicorn's HTTP/1.1, for ``uvicorn.Config(http=...)``, that waits so long for a request line and its headers.
+def http_protocol(settings: ServerSettings) -> type[H11Protocol]:
+    """uvicorn's HTTP/1.1, for ``uvicorn.Config(http=...)``; uvicorn itself waits for clients for ever."""
 
-    uvicorn itself waits for ever once a connection is open, so a client that opens many and sends a byte now and then
-    takes every file descriptor. The time runs from the first byte of a request, on a new connection from its start.
+    class Impatient(_Impatient):
+        pass
+
+    Impatient.settings = settings
+    return Impatient
+
+
+class _Impatient(H11Protocol):
+    """Closes connections whose client takes too long.
+
+    One that opens many and sends a byte now and then takes every file descriptor. So a request line and its headers
+    have ``header_seconds``, from the first byte of a request, on a new connection from its start. Bodies are
+    :class:`BodyGuard`'s, which answers before it closes; where nothing reads the body, behind a GET or a request that
+    was refused for its headers, the connection is closed a little later. One whose client has read nothing for
+    ``send_seconds`` while there was much to read is cut.
     """
 
-    class Impatient(H11Protocol):
-        _timer: asyncio.TimerHandle | None = None
+    settings: ServerSettings
+    _timed: object = None  # the state of h11 that the time runs for
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override, unused-ignore]
-            super().connection_made(transport)
-            self._timer = self.loop.call_later(header_seconds, self._give_up)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override, unused-ignore]
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        super().connection_made(transport)
+        self._watch()
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:  # the headers are here
-                self._stop_waiting()
-            elif self._timer is None and not self.transport.is_closing():
-                self._timer = self.loop.call_later(header_seconds, self._give_up)
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_waiting()
-            super().connection_lost(exc)
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._timers["write"] = self.loop.call_later(self.settings.send_seconds, self.transport.abort)
 
-        def _give_up(self) -> None:
-            self._timer = None
-            self.transport.close()
+    def resume_writing(self) -> None:
+        self._stop("write")
+        super().resume_writing()
 
-        def _stop_waiting(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop("read")
+        self._stop("write")
+        super().connection_lost(exc)
 
-    return Impatient
+    def _watch(self) -> None:
+        """Where another part of a request is awaited, another time runs."""
+        state = self.conn.their_state
+        if state is self._timed:
+            return
+        self._stop("read")
+        self._timed = state
+        body_seconds = self.settings.body_seconds + 2 * LINGER_SECONDS
+        seconds = {h11.IDLE: self.settings.header_seconds, h11.SEND_BODY: body_seconds}.get(state)
+        if seconds is not None and not self.transport.is_closing():
+            self._timers["read"] = self.loop.call_later(seconds, self.transport.close)
+
+    def _stop(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()

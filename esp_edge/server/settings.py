@@ -40,13 +40,14 @@ class ServerSettings:
         max_body_bytes: of a request.
         max_header_bytes: of a request line and all headers.
         header_seconds: how long they may take to arrive.
+        body_seconds: how long a body may take.
         max_nesting: brackets that JSON may nest.
         max_choices: answers of one request, prompts times n.
         draft: how drafts are made unless a request says otherwise: what the engine was given.
         defaults: sampling unless a request says otherwise.
         ping_seconds: between two keep-alive comments of a stream; also how long the first token may take before the
             status is sent without it.
-        send_seconds: how long a client may leave a stream unread.
+        send_seconds: how long a client may leave an answer unread.
         pooling: of embeddings: ``auto`` (what the model file says), ``mean``, ``last`` or ``none`` (switched off).
     """
 
@@ -60,6 +61,7 @@ class ServerSettings:
     max_body_bytes: int = DEFAULT_BODY_BYTES
     max_header_bytes: int = DEFAULT_HEADER_BYTES
     header_seconds: float = 20.0
+    body_seconds: float = 60.0
     max_nesting: int = 200
     max_choices: int = 256
     draft: DraftConfig = field(default_factory=DraftConfig)

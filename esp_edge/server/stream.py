@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import Request
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -21,6 +23,8 @@ __all__ = ["reply", "stream"]
 
 GONE = 499  # nobody reads it; nginx logs it so
 DONE = "[DONE]"
+LATER = 5.0  # seconds; where this package's own protocol listens has cut the connection by then
+log = logging.getLogger("esp_edge.server")
 _Found = TypeVar("_Found")
 
 
@@ -75,13 +79,15 @@ class _Events(EventSourceResponse):
             sep="\n",
             ping=service.settings.ping_seconds,
             ping_message_factory=lambda: ServerSentEvent(comment="ping"),
-            send_timeout=service.settings.send_seconds,
+            send_timeout=service.settings.send_seconds + LATER,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         try:
             await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            log.info("a client left its stream unread")
         finally:
             self._batch.close()
 

@@ -86,6 +86,23 @@ CandidateModel::CandidateModel() : weights_(n_weights, 0.0f), squares_(n_weights
     }
 }
 
+std::vector<float> CandidateModel::corrections() const {
+    std::vector<float> numbers;
+    numbers.reserve(n_corrections);
+    for (const Bin &bin : bins_) {
+        numbers.push_back(bin.predicted);
+        numbers.push_back(bin.hits);
+    }
+    return numbers;
+}
+
+void CandidateModel::set_corrections(const float *numbers) {
+    for (Bin &bin : bins_) {
+        bin.predicted = *numbers++;
+        bin.hits = *numbers++;
+    }
+}
+
 std::size_t CandidateModel::class_of(const Evidence &evidence) const {
     const bool masked = evidence.mask.n > 0;
     const std::size_t base = evidence.depth == 1 ? (masked ? 0 : 1) : evidence.depth == 2 ? (masked ? 2 : 3) : 4;

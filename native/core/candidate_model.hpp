@@ -82,6 +82,10 @@ class CandidateModel {
     void learn(const Evidence &evidence, std::int32_t choice);
 
     std::vector<float> &weights() { return weights_; }
+    // Predicted and observed hits of every class and band, faded: n_corrections numbers.
+    static constexpr std::size_t n_corrections = 2 * n_classes * n_bands;
+    std::vector<float> corrections() const;
+    void set_corrections(const float *numbers);
     void set_rate(float rate) { rate_ = rate; }
     void set_calibrate(bool on) { calibrate_ = on; }
     // Ablation: a candidate counts with its best source alone, so that sources do not re-rank each other.

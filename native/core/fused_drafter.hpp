@@ -124,7 +124,7 @@ class FusedDrafter {
     std::vector<std::int32_t> last_ids_;
     std::vector<float> last_logprobs_;
 
-    double mask_gain_ = 0.3; // tokens that a probed anchor brings the next pass, running mean
+    double mask_gain_ = 0.15; // tokens that a probed anchor brings the next pass, running mean
     bool fixed_gain_ = false;
     std::uint32_t n_drafts_ = 0;
 

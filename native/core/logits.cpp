@@ -24,21 +24,35 @@ namespace {
 
 constexpr std::size_t block = 64; // compared against the running best at once, so that the loop vectorises
 
+constexpr std::size_t lanes = 16; // independent, so that they become vectors
+
 ESP_INLINE float block_max(const float *x, std::size_t n) {
-    constexpr std::size_t lanes = 16; // independent, so that they become vectors
     float best[lanes];
     std::fill_n(best, lanes, -std::numeric_limits<float>::infinity());
     std::size_t i = 0;
+#if defined(__GNUC__) // a loop over lanes is unrolled into single comparisons before anybody sees a vector in it
+    typedef float Lanes __attribute__((vector_size(lanes * sizeof(float))));
+    Lanes most, next;
+    std::memcpy(&most, best, sizeof most);
+    for (; i + lanes <= n; i += lanes) {
+        std::memcpy(&next, x + i, sizeof next);
+        most = next > most ? next : most; // NaN is never larger
+    }
+    std::memcpy(best, &most, sizeof most);
+#else
     for (; i + lanes <= n; i += lanes) {
         for (std::size_t lane = 0; lane < lanes; ++lane) {
             best[lane] = x[i + lane] > best[lane] ? x[i + lane] : best[lane];
         }
     }
+#endif
     for (; i < n; ++i) {
         best[0] = x[i] > best[0] ? x[i] : best[0];
     }
-    for (std::size_t lane = 1; lane < lanes; ++lane) {
-        best[0] = best[lane] > best[0] ? best[lane] : best[0];
+    for (std::size_t width = lanes / 2; width > 0; width /= 2) { // in halves: one after the other would wait 15 times
+        for (std::size_t lane = 0; lane < width; ++lane) {
+            best[lane] = best[lane + width] > best[lane] ? best[lane + width] : best[lane];
+        }
     }
     return best[0];
 }
@@ -65,7 +79,6 @@ ESP_INLINE float fast_exp(float x) {
 
 // Sum of exp(x[i] - m) over one block, in independent lanes.
 ESP_INLINE float block_sum_exp(const float *x, float m) {
-    constexpr std::size_t lanes = 16;
     float sums[lanes] = {};
     for (std::size_t i = 0; i < block; i += lanes) {
         for (std::size_t lane = 0; lane < lanes; ++lane) {

@@ -349,16 +349,17 @@ inline std::size_t partial_size(const Attention &task) {
            static_cast<std::size_t>(task.n_rows * task.n_heads * chunks_of(task) * (header + task.v_size));
 }
 
-inline std::int64_t n_items(const Attention &task) { return task.n_kv_heads * chunks_of(task); }
-
-template <typename Isa> void attend(const Attention &task, float *partial, std::int64_t begin, std::int64_t end) {
-    const std::int64_t n_queries = task.n_rows * heads_a_group(task);
+// The chunks of every KV head, dealt out in turns: all heads of a chunk, then the next chunk. So each thread gets its
+// share of the chunks that are full, of the one that is not, and of those that nobody sees.
+template <typename Isa> void attend(const Attention &task, float *partial, std::int64_t thread, std::int64_t threads) {
+    const std::int64_t n_queries = task.n_rows * heads_a_group(task), n_items = task.n_kv_heads * chunks_of(task);
     Lists<Isa> lists(task);
-    for (std::int64_t item = begin; item < end; ++item) {
-        lists.seek(item % chunks_of(task));
+    for (std::int64_t item = thread; item < n_items; item += threads) {
+        const std::int64_t chunk = item / task.n_kv_heads, kv_head = item % task.n_kv_heads;
+        lists.seek(chunk);
         for (std::int64_t first = 0; first < n_queries; first += queries_a_tile) {
             const std::int64_t n = n_queries - first < queries_a_tile ? n_queries - first : queries_a_tile;
-            Tile<Isa>(task, lists, item / chunks_of(task), item % chunks_of(task), first, n).run(partial);
+            Tile<Isa>(task, lists, kv_head, chunk, first, n).run(partial);
         }
     }
 }
@@ -395,8 +396,8 @@ void combine(const Attention &task, const float *partial, std::int64_t begin, st
 }
 
 template <typename Isa>
-constexpr AttentionKernel attention_kernel{cells_a_group, 16,      largest_head, most_rows,
-                                           partial_size,  n_items, attend<Isa>,  combine<Isa>};
+constexpr AttentionKernel attention_kernel{cells_a_group, 16,           largest_head, most_rows,
+                                           partial_size,  attend<Isa>, combine<Isa>};
 
 } // namespace
 } // namespace esp::kernels

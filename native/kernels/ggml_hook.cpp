@@ -124,8 +124,8 @@ class Attend final : public TensorTraits {
         const Attention task = attention_of(op);
         auto *const partial = reinterpret_cast<float *>(aligned(params->wdata));
         const std::int64_t i = params->ith, threads = params->nth;
-        const std::int64_t n_items = kernel->n_items(task), n_outputs = task.n_rows * task.n_heads;
-        kernel->attend(task, partial, n_items * i / threads, n_items * (i + 1) / threads);
+        const std::int64_t n_outputs = task.n_rows * task.n_heads;
+        kernel->attend(task, partial, i, threads);
         barrier(params->threadpool);
         kernel->combine(task, partial, n_outputs * i / threads, n_outputs * (i + 1) / threads);
         return true;
@@ -274,6 +274,19 @@ bool can_be_taken(const ggml_tensor *tensor) {
            tensor->buffer != nullptr && ggml_backend_buffer_is_host(tensor->buffer) && tensor->view_src == nullptr;
 }
 
+bool take_with(const KernelTable &table, ggml_tensor *tensor) {
+    const int format = format_of(tensor->type);
+    const FormatKernel *const kernel = format < 0 ? nullptr : table.formats[format];
+    if (kernel == nullptr || !can_be_taken(tensor) || tensor->ne[0] % kernel->k_multiple != 0) {
+        return false;
+    }
+    const int isa = table.isa == best_kernels(nullptr)->isa ? 0 : 1;
+    attention[isa].kernel = table.attention;
+    taken[isa][format].kernel = kernel;
+    tensor->extra = &taken[isa][format];
+    return true;
+}
+
 } // namespace
 
 std::string install() {
@@ -306,21 +319,19 @@ std::string install() {
     return best->isa;
 }
 
+bool take(ggml_tensor *weights, const char *limit) {
+    const KernelTable *const table = best_kernels(limit);
+    return table != nullptr && tensor_map != nullptr && take_with(*table, weights);
+}
+
 std::map<std::string, int> take_over(const llama_model *model, const char *limit) {
     std::map<std::string, int> found;
     const KernelTable *const table = best_kernels(limit);
     if (table == nullptr || tensor_map == nullptr) {
         return found;
     }
-    const int isa = table->isa == best_kernels(nullptr)->isa ? 0 : 1;
-    Products *const products_of = taken[isa];
-    attention[isa].kernel = table->attention;
     for (const auto &[name, tensor] : tensor_map(model)) {
-        const int format = format_of(tensor->type);
-        const FormatKernel *const kernel = format < 0 ? nullptr : table->formats[format];
-        if (kernel != nullptr && can_be_taken(tensor) && tensor->ne[0] % kernel->k_multiple == 0) {
-            products_of[format].kernel = kernel;
-            tensor->extra = &products_of[format];
+        if (take_with(*table, tensor)) {
             ++found[ggml_type_name(tensor->type)];
         }
     }

@@ -6,6 +6,7 @@
 #include <map>
 #include <string>
 
+struct ggml_tensor;
 struct llama_model;
 
 namespace esp::kernels {
@@ -19,6 +20,9 @@ std::string install();
 // other extra buffer type holds. `limit` is best_kernels's. Returns how many matrices of which type (by name) were
 // taken.
 std::map<std::string, int> take_over(const llama_model *model, const char *limit);
+
+// Hands over one matrix, under the same conditions; false where they do not hold or install() was not called.
+bool take(ggml_tensor *weights, const char *limit);
 
 // Matrix products computed here so far, in all contexts.
 std::int64_t n_products();

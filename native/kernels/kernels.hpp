@@ -63,8 +63,7 @@ struct AttentionKernel {
     std::int64_t largest_size;   // which are at most this
     std::int64_t most_rows;
     std::size_t (*partial_size)(const Attention &);
-    std::int64_t (*n_items)(const Attention &);
-    void (*attend)(const Attention &, float *partial, std::int64_t begin, std::int64_t end); // items
+    void (*attend)(const Attention &, float *partial, std::int64_t thread, std::int64_t threads); // a thread's share
     void (*combine)(const Attention &, const float *partial, std::int64_t begin,
                     std::int64_t end); // of n_rows * n_heads
 };

@@ -44,6 +44,8 @@ class Sampler {
     void accept(std::int32_t token, bool generated);
 
     std::int32_t n_vocab() const { return n_vocab_; }
+    // Whether a choice may take long: a large grammar or many texts that break repetitions cost seconds.
+    bool may_be_slow() const { return grammar_ != nullptr || has_state_; }
 
   private:
     struct Free {
