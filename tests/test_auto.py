@@ -74,6 +74,7 @@ def test_another_size_than_the_last_one_costs_more() -> None:
     planner.observe(2, 0, 2.0, 1)
     assert planner.cost(4, 0).tolist() == pytest.approx([1.5, 2, 3.5, 4.5])
     assert planner.cost(1, 0).tolist() == pytest.approx([1.5])
+    assert planner.cost(4, 0, shared=True).tolist() == pytest.approx([1, 2, 3, 4])
     assert planner.explain(GenerationStats(), 0)["switch_ms"] == 0.5
 
 

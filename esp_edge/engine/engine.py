@@ -553,9 +553,9 @@ class Engine:
         if planner is None:
             return Budget(most, left - 1, width)
         n_past = slot.step.n_past
-        cost = planner.cost(min(most, slot.most_rows) + others, n_past)[others:]
         tokens, rows = plain
-        price = max(planner.price(n_past), tokens / float(planner.cost(rows, n_past)[-1]))
+        cost = planner.cost(min(most, slot.most_rows) + others, n_past, shared=tokens > 1)[others:]
+        price = max(planner.price(n_past), tokens / planner.curve.ms(rows, n_past))
         if tokens > 1:
             price *= self._ledger.factor
         return Budget(most, left - 1, width, cost, price)

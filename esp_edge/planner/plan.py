@@ -47,13 +47,16 @@ class Planner:
         """Whether rows are so cheap here that mask rows, which only guess, can be worth theirs."""
         return self.curve.ratio(8, 0) < _NEAR_FREE
 
-    def cost(self, rows: int, context: int) -> FloatArray:
+    def cost(self, rows: int, context: int, *, shared: bool = False) -> FloatArray:
         """float32[rows], milliseconds of a pass of 1, 2, ... rows after ``context`` tokens and the last pass.
 
         A pass of another size than the last one costs ``curve.switch_ms`` more. So single drafts that hardly pay are
         not made, and where drafts pay, passes tend to keep their size.
+
+        Args:
+            shared: several sessions share the pass, so that none of them decides about its size.
         """
-        cost, switch_ms = self.curve.table(context, rows)[1:], self._switch_ms()
+        cost, switch_ms = self.curve.table(context, rows)[1:], 0.0 if shared else self._switch_ms()
         if not switch_ms:
             return cost
         cost = cost + np.float32(switch_ms)
