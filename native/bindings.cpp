@@ -375,7 +375,7 @@ void bind_sampler(nb::module_ &m) {
             "__init__",
             [](Sampler *self, std::uintptr_t model, const SamplerParams &params) {
                 const SamplerParams own = params; // another thread may change them meanwhile
-                nb::gil_scoped_release release; // a large grammar takes seconds
+                nb::gil_scoped_release release;   // a large grammar takes seconds
                 new (self) Sampler(reinterpret_cast<const llama_model *>(model), own);
             },
             "model"_a, "params"_a)

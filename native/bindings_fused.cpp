@@ -126,7 +126,8 @@ void bind_fused(nb::module_ &m) {
         .def_prop_rw(
             "corrections", [](Drafter &self) { return array_of<float>(self.model().corrections()); },
             [](Drafter &self, const Floats &numbers) {
-                require(numbers.shape(0) == esp::CandidateModel::n_corrections, "the corrections are of another version");
+                require(numbers.shape(0) == esp::CandidateModel::n_corrections,
+                        "the corrections are of another version");
                 self.model().set_corrections(numbers.data());
             },
             nb::for_getter(nb::rv_policy::move), "float32[n_corrections], what calibration observed in each band")

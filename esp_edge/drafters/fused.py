@@ -161,9 +161,12 @@ class FusedDrafter:
         """Take up what was stored; what is nothing of the kind, or of another version, is left alone."""
         if not isinstance(document, dict) or document.get("version") != _VERSION:
             return
-        found = {name: _numbers(document.get(name)) for name in _NUMBERS_KEPT}
-        if any(x is None or x.shape != getattr(self.core, name).shape for name, x in found.items()):
-            return
+        found: dict[str, FloatArray] = {}
+        for name in _NUMBERS_KEPT:
+            numbers = _numbers(document.get(name))
+            if numbers is None or numbers.shape != getattr(self.core, name).shape:
+                return
+            found[name] = numbers
         if (found["corrections"] < 0.0).any():  # they are counts
             return
         for name, numbers in found.items():

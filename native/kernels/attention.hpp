@@ -396,7 +396,7 @@ void combine(const Attention &task, const float *partial, std::int64_t begin, st
 }
 
 template <typename Isa>
-constexpr AttentionKernel attention_kernel{cells_a_group, 16,           largest_head, most_rows,
+constexpr AttentionKernel attention_kernel{cells_a_group, 16,          largest_head, most_rows,
                                            partial_size,  attend<Isa>, combine<Isa>};
 
 } // namespace

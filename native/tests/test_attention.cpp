@@ -205,9 +205,8 @@ Floats attention(const AttentionKernel &kernel, const Problem &problem, const Cu
     const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(64, size), std::free);
     std::memset(memory.get(), 0xff, size); // not numbers
     auto *const partial = static_cast<float *>(memory.get());
-    for_each_piece(cut, cut.n_pieces, [&](std::int64_t thread, std::int64_t) {
-        kernel.attend(task, partial, thread, cut.n_pieces);
-    });
+    for_each_piece(cut, cut.n_pieces,
+                   [&](std::int64_t thread, std::int64_t) { kernel.attend(task, partial, thread, cut.n_pieces); });
     for_each_piece(cut, n(shape.rows * shape.heads),
                    [&](std::int64_t begin, std::int64_t end) { kernel.combine(task, partial, begin, end); });
     return y;
