@@ -47,14 +47,14 @@ class DraftTree:
     mask_vectors: FloatArray | None = None
     sources: tuple[str, ...] = ()
     _depths: list[Int32Array] = field(default_factory=list, repr=False)
-    _n_mask_rows: list[int] = field(default_factory=list, repr=False)
+    _n_mask_rows: list[int] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
     def root_only(cls, token_id: int, masks: int = 0, mask_vectors: FloatArray | None = None) -> DraftTree:
         """A pass that drafts nothing: plain decoding, or a probe when ``masks`` > 0."""
         counts = np.array([masks], np.int32) if masks else _NO_MASKS
         vectors = mask_vectors if masks else None
-        return cls(np.array([token_id], np.int32), _NO_PARENT, _CERTAIN, counts, vectors, (), [_DEPTH_0], [masks])
+        return cls(np.array([token_id], np.int32), _NO_PARENT, _CERTAIN, counts, vectors, (), [_DEPTH_0])
 
     @classmethod
     def from_lists(

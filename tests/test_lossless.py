@@ -158,6 +158,7 @@ if sys.platform == "linux":  # the peak is read from /proc
             return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
         peak("esp")  # the mean over the vocabulary is cached now
-        plain, esp = peak("none"), peak("esp")
+        # the least of three: how much of a mapped file is resident around what was read is the kernel's choice
+        plain, esp = (min(peak(drafter) for _ in range(3)) for drafter in ("none", "esp"))
         print(f"peak resident set: plain {plain} KiB, ESP {esp} KiB")
         assert esp <= 1.03 * plain
