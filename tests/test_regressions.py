@@ -210,7 +210,8 @@ def longest_gap(work: Callable[[], object]) -> float:
 
 def test_a_large_grammar_stops_no_other_thread(tiny: Callable[..., Path]) -> None:
     """The server answers others while a grammar compiles and is applied: both once held Python's lock for seconds."""
-    grammar = "root ::= " + " | ".join(f'"{i:05d}"' for i in range(6000))
+    grammar = "root ::= " + " | ".join(f'"{i:05d}"' for i in range(20_000))
     params = GenerationParams(max_tokens=1, temperature=0.0, grammar=grammar)
     with load(tiny("llama"), ModelConfig(n_ctx=64, n_threads=1)) as model, model.session(DraftConfig("none")) as plain:
-        assert min(longest_gap(lambda: list(plain.generate("x", params))) for _ in range(3)) < 0.5
+        gap = min(longest_gap(lambda: list(plain.generate("x", params))) for _ in range(3))
+        assert gap < 0.3  # 0.02; 0.74 where the lock is held

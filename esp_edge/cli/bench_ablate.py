@@ -86,12 +86,19 @@ def ablate(
         run = functools.partial(bench.ablate, chosen, Plan(files, config, (), asked, params, repeat), ask)
     with Bar("ablation", shown=True) as bar:
         documents = run(out, command=shown_command(sys.argv), plots=not no_plots, progress=bar.update)
+    _tell(documents, [out / f"ablate-{ablation.key}.md" for ablation in chosen], as_json=as_json)
+
+
+def _tell(documents: list[dict[str, Any]], reports: Sequence[Path], *, as_json: bool) -> None:
+    """Print the tables and where their reports are; exit code 1 where an answer is not plain decoding's."""
+    from esp_edge.bench.ablate_report import ablation_text  # noqa: PLC0415
+
     if as_json:
         print_json({"ablations": documents})
     else:
-        write_text("\n".join(map(bench.ablation_text, documents)))
-    for ablation in chosen:
-        note(f"details: {out / f'ablate-{ablation.key}.md'}")
+        write_text("\n".join(map(ablation_text, documents)))
+    for report in reports:
+        note(f"details: {report}")
     if any(document["failures"] for document in documents):
         note("answers are not plain decoding's: see differences.jsonl in the run's folder")
         raise typer.Exit(1)
