@@ -76,6 +76,17 @@ def test_a_chat_is_compared_with_its_answer_alone(soak: Any) -> None:
     assert "instead of the answer that it had alone" in load.record.failures[0]["why"]
 
 
+def test_an_answer_may_be_over_before_it_is_cancelled(soak: Any) -> None:
+    """Drafts that are accepted whole make 14 events of 400 tokens."""
+    load = soak.Load(Scripted("hello"), soak.Record())
+    for seed in range(5):
+        load.once("cancel", random.Random(seed))
+    assert (load.record.failures, load.record.counts["cancel"]) == ([], 5)
+    load.client.stream = lambda _path, _document: (_ for _ in ())
+    load.once("cancel", random.Random(1))
+    assert "an answer without an event" in load.record.failures[0]["why"]
+
+
 def samples(slope: float, minutes: int = 15) -> list[dict[str, float]]:
     """One every ten seconds; memory rises quickly for the first minutes, then with the slope."""
     found = []
