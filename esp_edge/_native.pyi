@@ -421,8 +421,23 @@ def install_kernels() -> str:
     Offer kernels to ggml's CPU backend: the instruction set, empty = this CPU has none.
     """
 
-def take_over_weights(model: int, limit: str | None) -> dict[str, int]:
-    """Give a model's matrices to the kernels: how many of which ggml type."""
+class TakenWeights:
+    """Weights that the kernels compute with, until this object goes."""
+
+    @property
+    def matrices(self) -> dict[str, int]:
+        """How many of which ggml type."""
+
+    @property
+    def repacked_bytes(self) -> int:
+        """Size of those that are kept once more, repacked."""
+
+def take_over_weights(
+    model: int, limit: str | None, repack: bool, lookups: Sequence[str], n_threads: int
+) -> TakenWeights:
+    """
+    Give a model's matrices to the kernels. Repacked ones are those whose names are not among the lookups.
+    """
 
 def ggml_version() -> str:
     """Version of the ggml library in this process."""
@@ -436,6 +451,7 @@ def kernel_product(
     x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
     n_rows: int,
     ours: bool,
+    repack: bool,
     limit: str | None,
     n_threads: int,
 ) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C")]:
@@ -449,6 +465,7 @@ def race_kernels(
     n_k: int,
     columns: Sequence[int],
     limit: str | None,
+    repack: bool,
     n_threads: int,
     n_bytes: int,
     budget_ms: float,

@@ -63,6 +63,8 @@ class ModelConfig:
         exact: bit-exact decoding on the CPU (docs: exactness).
         kernels: on the CPU, ``fast`` = our own where known to work (docs: performance), ``stock`` = llama.cpp's,
             ``auto`` = the faster ones, measured when a file is first loaded; ``fast`` in exact mode.
+        repack: our kernels keep quantised weights in memory as they want them, which is faster; False = they read the
+            file's pages, which stay shared with other programs and can be dropped when memory is short.
         rpc: llama.cpp RPC servers that take layers, ``HOST:PORT`` joined by commas; "" = none (docs: scale).
     """
 
@@ -74,6 +76,7 @@ class ModelConfig:
     type_v: str = "f16"
     exact: bool = False
     kernels: str = "auto"
+    repack: bool = True
     rpc: str = ""
 
     def __post_init__(self) -> None:

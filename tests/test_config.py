@@ -81,6 +81,7 @@ SAMPLES: dict[str, str] = {
     "shutdown_timeout": "4",
     "log_level": "info",
     "kernels": "stock",
+    "no_repack": "",
     "rpc": "127.0.0.1:50052",
 }
 HIDDEN = ("api_key", "print_config")  # the one is never printed, the other prints

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +42,7 @@ from esp_edge.tree import DraftTree, FloatArray
 
 FAST = ModelConfig(n_ctx=512, n_threads=2, kernels="fast")
 STOCK = replace(FAST, kernels="stock")
+FROM_FILE = replace(FAST, repack=False)
 IDS = list(range(20, 36))
 PARAMS = GenerationParams(max_tokens=12, ignore_eos=True)
 BEST = native.install_kernels()
@@ -61,6 +65,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, **functions: Callable[..., Any]) -
     """Another extension, as far as the choice of kernels sees it."""
     real = {name: getattr(native, name) for name in ("ggml_version", "install_kernels", "take_over_weights")}
     monkeypatch.setattr(kernels, "native", SimpleNamespace(**real | functions))
+
+
+def taken(**matrices: int) -> SimpleNamespace:
+    """What ``native.take_over_weights`` returns: how many matrices of which type."""
+    return SimpleNamespace(matrices=matrices, repacked_bytes=0)
 
 
 def raising(text: str) -> Callable[[], str]:
@@ -121,7 +130,7 @@ def test_our_kernels_are_the_default_and_take_over_every_matrix(tiny: Callable[.
     with TargetModel(str(tiny("llama", dtype="Q8_0")), FAST) as model:
         assert (model.kernels.isa, model.kernels.reason, model.kernels.complete) == (BEST, None, True)
         assert model.kernels.matrices == {"Q8_0": 2 * 7 + 2}
-        assert str(model.kernels) == f"{BEST} for 16 x Q8_0"
+        assert re.fullmatch(BEST + r" for 16 x Q8_0, 0\.\d\d MiB of them repacked", str(model.kernels))
         logits(model)
     assert native.kernel_products() > before
 
@@ -147,7 +156,7 @@ def test_layers_on_other_devices_are_none_of_their_business(tiny: Callable[..., 
         ({"ggml_version": lambda: "0.99.0"}, "ggml 0.99.0 is not one that our kernels were tried with (0.25.3)", True),
         ({"install_kernels": raising("libggml lost a symbol")}, "libggml lost a symbol: llama.cpp's kernels", True),
         ({"install_kernels": lambda: ""}, "no kernels of ours for this processor", False),
-        ({"take_over_weights": lambda *_: {}}, "no matrix of this model has a kernel of ours", False),
+        ({"take_over_weights": lambda *_: taken()}, "no matrix of this model has a kernel of ours", False),
     ],
     ids=["version", "symbols", "processor", "matrices"],
 )
@@ -226,7 +235,7 @@ def test_a_machine_without_avx512(
 def test_a_format_that_the_instruction_set_lacks_is_left_to_llama_cpp(
     monkeypatch: pytest.MonkeyPatch, tiny: Callable[..., Path]
 ) -> None:
-    stand_in(monkeypatch, take_over_weights=lambda *_: {"f32": 3})  # AVX-512 without products of BF16
+    stand_in(monkeypatch, take_over_weights=lambda *_: taken(f32=3))  # AVX-512 without products of BF16
     with TargetModel(str(tiny("llama", dtype="BF16")), FAST) as model:
         assert not model.kernels.complete
         assert str(model.kernels).endswith("for 3 x F32; llama.cpp's for the rest")
@@ -281,6 +290,198 @@ def test_all_parts_of_a_split_file_count(tiny: Callable[..., Path], monkeypatch:
     assert not plan_kernels(FAST, first).complete
 
 
+# -- repacked weights ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["Q4_0", "Q4_1", "Q8_0", "BF16", "F16", "F32", "Q4_K_M"])
+def test_repacked_weights_change_no_bit(tiny: Callable[..., Path], k_quants: Path, dtype: str) -> None:
+    """Neither for lone rows, nor for wide passes, nor for a prompt whose columns the threads share."""
+    path = k_quants if dtype == "Q4_K_M" else tiny("llama", dtype=dtype)
+    with TargetModel(str(path), FAST) as model, TargetModel(str(path), FROM_FILE) as from_file:
+        assert (model.kernels.repacked_bytes > 0) == (dtype.startswith("Q"))
+        assert from_file.kernels.repacked_bytes == 0
+        assert model.kernels.matrices == from_file.kernels.matrices
+        for width in (1, 3, 8, 16):
+            assert_array_equal(logits(model, width=width), logits(from_file, width=width))
+        before = [5 + i % 200 for i in range(90)]
+        assert_array_equal(logits(model, IDS, 5, before), logits(from_file, IDS, 5, before))
+    for draft in ("none", "esp"):
+        assert answer(path, FAST, draft) == answer(path, FROM_FILE, draft)
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "qwen2", "phi3", "mixtral", "mamba"])
+def test_other_architectures_from_repacked_weights(tiny: Callable[..., Path], arch: str) -> None:
+    path = str(tiny(arch, dtype="Q8_0"))
+    with TargetModel(path, FAST) as model, TargetModel(path, FROM_FILE) as from_file:
+        assert model.kernels.repacked_bytes > 0
+        assert_array_equal(logits(model, width=4), logits(from_file, width=4))
+
+
+@pytest.mark.parametrize(("arch", "tied"), [("llama", False), ("gemma3", True)])
+def test_what_is_only_looked_up_is_not_repacked(
+    monkeypatch: pytest.MonkeyPatch, tiny: Callable[..., Path], arch: str, tied: bool
+) -> None:
+    path = tiny(arch, dtype="Q8_0")
+    tensors = {t.name: t for t in gguf.preflight(path).tensors.values() if len(t.shape) == 2}
+    assert tied != ("output.weight" in tensors)
+    table, sizes = tensors["token_embd.weight"], sum(tensor.n_bytes for tensor in tensors.values())
+    with TargetModel(str(path), FAST) as model:
+        found = model.kernels.repacked_bytes
+    take_over = native.take_over_weights
+    stand_in(monkeypatch, take_over_weights=lambda model, isa, repack, _, n: take_over(model, isa, repack, [], n))
+    with TargetModel(str(path), FAST) as model:
+        everything = model.kernels.repacked_bytes
+    assert everything >= sizes
+    if tied:
+        assert found == everything
+    else:
+        assert found <= everything - table.n_bytes
+
+
+def test_the_text_tells_how_much_is_repacked() -> None:
+    ours = Kernels("avx2", complete=True, matrices={"Q8_0": 3, "F32": 1}, repacked_bytes=90 << 20)
+    assert str(ours) == "avx2 for 1 x F32, 3 x Q8_0, 90 MiB of them repacked"
+    assert str(replace(ours, complete=False)) == f"{ours}; llama.cpp's for the rest"
+    assert str(replace(ours, repacked_bytes=0)) == "avx2 for 1 x F32, 3 x Q8_0"
+
+
+def test_without_memory_for_them_the_weights_of_the_file_are_used(
+    monkeypatch: pytest.MonkeyPatch, tiny: Callable[..., Path]
+) -> None:
+    path = str(tiny("llama", dtype="Q4_0"))
+    with TargetModel(path, FAST) as model:
+        wanted = logits(model)
+    asked: list[bool] = []
+    take_over = native.take_over_weights
+
+    def short_of_memory(address: int, isa: str, repack: bool, *rest: Any) -> Any:
+        asked.append(repack)
+        if repack:
+            raise MemoryError
+        return take_over(address, isa, repack, *rest)
+
+    stand_in(monkeypatch, take_over_weights=short_of_memory)
+    with TargetModel(path, FAST) as model:
+        assert asked == [True, False]
+        assert (str(model.kernels), model.kernels.repacked_bytes) == (f"{BEST} for 16 x Q4_0", 0)
+        before = native.kernel_products()
+        assert_array_equal(logits(model), wanted)
+        assert native.kernel_products() > before
+
+
+def test_marks_and_memory_are_used_again(tiny: Callable[..., Path], k_quants: Path) -> None:
+    """Models that come and go get the places of others, of other types and sizes, repacked and not."""
+    paths = [tiny("llama", dtype="Q4_0"), tiny("qwen2", dtype="Q8_0"), tiny("llama", dtype="BF16"), k_quants]
+    wanted = {}
+    for path in paths:
+        with TargetModel(str(path), FAST) as model:
+            wanted[path] = logits(model, IDS[:4])
+    rng = np.random.default_rng(2)
+    opened: list[tuple[Path, TargetModel]] = []
+    for _ in range(24):
+        if len(opened) == 3:
+            opened.pop(int(rng.integers(3)))[1].close()
+        path = paths[int(rng.integers(len(paths)))]
+        opened.append((path, TargetModel(str(path), FAST if rng.random() < 0.6 else FROM_FILE)))
+        for known, model in opened:
+            assert_array_equal(logits(model, IDS[:4], width=2), wanted[known])
+    for _, model in opened:
+        model.close()
+
+
+@pytest.mark.parametrize("first", [FAST, FROM_FILE, STOCK], ids=["repacked", "from_file", "stock"])
+def test_a_file_that_two_models_have_open(tiny: Callable[..., Path], first: ModelConfig) -> None:
+    """Pages that one of them gives back, and then the whole mapping, are still there for the other."""
+    path = str(tiny("llama", dtype="Q4_0"))
+    with TargetModel(path, first) as alone:
+        wanted = logits(alone)
+    one = TargetModel(path, first)
+    assert_array_equal(logits(one), wanted)
+    other = TargetModel(path, FAST)
+    repacked = logits(other)
+    assert_array_equal(logits(one), wanted)
+    one.close()
+    assert_array_equal(logits(other), repacked)
+    with TargetModel(path, first) as again:
+        other.close()
+        assert_array_equal(logits(again), wanted)
+
+
+MEMORY = """
+import json, re, resource, sys
+from pathlib import Path
+from types import SimpleNamespace
+from esp_edge import ModelConfig
+from esp_edge._runtime import native
+from esp_edge.models import kernels
+from esp_edge.models.model import TargetModel
+from esp_edge.step import Step
+from esp_edge.tree import DraftTree
+
+def mib(name, text):
+    return sum(int(n) for n in re.findall(rf"^{name}:\\s+(\\d+)", text, re.M)) / 1024
+
+def used(path):
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
+    of_file = [mapping for mapping in mappings if path in mapping.partition("\\n")[0]]
+    return {"file": mib("Rss", "".join(of_file)), "anonymous": mib("RssAnon", Path("/proc/self/status").read_text())}
+
+def short_of_memory(address, isa, repack, *rest):
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if repack:
+        taken = int(1024 * 1024 * mib("VmSize", Path("/proc/self/status").read_text()))
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (32 << 20), limits[1]))
+    try:
+        return take_over(address, isa, repack, *rest)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+path, repack, short = sys.argv[1], sys.argv[2] == "repack", sys.argv[3] == "short"
+take_over = native.take_over_weights
+if short:
+    names = ("ggml_version", "install_kernels")
+    real = {name: getattr(native, name) for name in names}
+    kernels.native = SimpleNamespace(take_over_weights=short_of_memory, **real)
+before = used(path)["anonymous"]
+with TargetModel(path, ModelConfig(n_ctx=256, n_threads=2, kernels="fast", repack=repack)) as model:
+    loaded = used(path)
+    step = Step(model.new_context(1))
+    step.run(DraftTree.from_lists(list(range(100, 108)), range(-1, 7)))
+    found = {"loaded": loaded, "decoded": used(path), "before": before}
+    found["repacked"] = model.kernels.repacked_bytes / 2**20
+    found["logits"] = [float(x) for x in step.native.logits(7)[:64]]
+print(json.dumps(found))
+"""
+
+
+def memory(path: Path, *words: str) -> dict[str, Any]:
+    """MiB that a process of its own has in memory: pages of the model file and others."""
+    command = [sys.executable, "-c", MEMORY, str(path.resolve()), *words]
+    document: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return document
+
+
+if sys.platform == "linux":  # pages are given back there, and told by /proc
+
+    @pytest.mark.model
+    def test_pages_of_the_file_are_given_back(model_path: Path) -> None:
+        size = model_path.stat().st_size / 2**20
+        repacked, from_file = (memory(model_path, how, "enough") for how in ("repack", "file"))
+        assert (from_file["repacked"], repacked["repacked"]) == (0, pytest.approx(size, rel=0.1))
+        assert from_file["decoded"]["file"] > 0.8 * size
+        for when in ("loaded", "decoded"):
+            assert repacked[when]["file"] < 0.1 * size
+            anonymous = [found[when]["anonymous"] - found["before"] for found in (repacked, from_file)]
+            assert anonymous[0] - anonymous[1] == pytest.approx(repacked["repacked"], rel=0.1)  # once, not twice
+        assert repacked["logits"] == from_file["logits"]
+
+    @pytest.mark.model
+    def test_a_model_is_loaded_where_memory_for_repacked_weights_cannot_be_had(model_path: Path) -> None:
+        short, enough = (memory(model_path, "repack", how) for how in ("short", "enough"))
+        assert short["repacked"] == 0 < enough["repacked"]
+        assert short["logits"] == enough["logits"]
+
+
 # -- in one process --------------------------------------------------------------------------------------------------
 
 
@@ -299,12 +500,14 @@ def test_models_with_both_stand_side_by_side(tiny: Callable[..., Path], dtype: s
 
 
 def test_a_row_has_the_same_bits_with_every_number_of_threads(tiny: Callable[..., Path]) -> None:
+    """Whoever of them computes it: rows are taken over from threads that are late."""
     found = []
-    for n_threads in (1, 2, 4):
-        with TargetModel(str(tiny("llama", dtype="Q4_0")), replace(FAST, n_threads=n_threads)) as model:
-            found.append(logits(model, width=8))
-    assert_array_equal(found[0], found[1])
-    assert_array_equal(found[0], found[2])
+    for n_threads in (1, 2, 3, 4):
+        for config in (FAST, FROM_FILE):
+            with TargetModel(str(tiny("llama", dtype="Q4_0")), replace(config, n_threads=n_threads)) as model:
+                found += [logits(model, width=8) for _ in range(3)]
+    for again in found[1:]:
+        assert_array_equal(again, found[0])
 
 
 def test_contexts_may_compute_at_the_same_time(tiny: Callable[..., Path]) -> None:
@@ -324,11 +527,11 @@ def test_contexts_may_compute_at_the_same_time(tiny: Callable[..., Path]) -> Non
 def test_closing_and_loading_again(tiny: Callable[..., Path]) -> None:
     path = str(tiny("llama", dtype="Q4_0"))
     found = []
-    for config in (FAST, STOCK, FAST, FAST, STOCK, FAST):
+    for config in (FAST, STOCK, FAST, FROM_FILE, STOCK, FAST):
         with TargetModel(path, config) as model:
             found.append(logits(model, IDS[:4]))
-    assert_array_equal(found[0], found[2])
-    assert_array_equal(found[0], found[5])
+    for again in (2, 3, 5):
+        assert_array_equal(found[0], found[again])
     assert_array_equal(found[1], found[4])
 
 
@@ -478,9 +681,22 @@ def test_model_show_says_what_computes(program: Callable[..., tuple[str, str]], 
         "isa": None,
         "matrices": {},
         "complete": False,
+        "repacked_bytes": 0,
         "reason": None,
         "text": "llama.cpp's",
     }
+
+
+@pytest.mark.parametrize("flag", ["-nr", "--no-repack"])
+def test_weights_stay_as_they_are_in_the_file_when_asked(
+    program: Callable[..., tuple[str, str]], tiny: Callable[..., Path], flag: str
+) -> None:
+    asked = ("model", "show", str(tiny("llama", dtype="Q4_0")), "--json")
+    by_default, without = (json.loads(program(*asked, *more)[0])["kernels"] for more in ((), (flag,)))
+    assert by_default["repacked_bytes"] > 0
+    assert by_default["text"].endswith("MiB of them repacked")
+    assert (without["repacked_bytes"], without["text"]) == (0, f"{BEST} for 16 x Q4_0")
+    assert without["matrices"] == by_default["matrices"]
 
 
 def test_explain_says_it(program: Callable[..., tuple[str, str]], tiny: Callable[..., Path]) -> None:

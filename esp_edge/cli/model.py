@@ -83,6 +83,7 @@ def describe(model: TargetModel) -> dict[str, Any]:
             "isa": model.kernels.isa,
             "matrices": dict(model.kernels.matrices),
             "complete": model.kernels.complete,
+            "repacked_bytes": model.kernels.repacked_bytes,
             "reason": model.kernels.reason,
             "text": str(model.kernels),
         },

@@ -148,6 +148,9 @@ class LoadOptions:
             text="CPU kernels: ours, where they work (fast), llama.cpp's (stock), or what is measured as faster.",
         ),
     ] = _MODEL.kernels
+    no_repack: Annotated[
+        bool, _load("-nr", "--no-repack", text="Our kernels read the file's own pages: slower, and shared memory.")
+    ] = False
     rpc: Annotated[
         str, _load("--rpc", metavar="HOST:PORT,...", text="llama.cpp RPC servers that take layers; with -ngl.")
     ] = _MODEL.rpc
@@ -169,6 +172,7 @@ class LoadOptions:
             type_v=self.cache_type_v,
             exact=self.exact,
             kernels=self.kernels,
+            repack=not self.no_repack,
             rpc=self.rpc,
         )
 

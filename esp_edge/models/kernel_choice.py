@@ -1,12 +1,10 @@
 """Whether our CPU kernels or llama.cpp's decode a model faster here: measured when it is first loaded, kept on disk.
 
 Every distinct matrix of the file, by type and shape, is multiplied with 1, 2, 4 and 8 columns in both ways, in turns
-(``native/kernels/product_race.cpp``): weights where llama.cpp would put them, repacked if it repacks such, and weights
-as the file has them under our kernels. What a pass of n rows takes is the sum over the matrices, T(n), and what counts
+(``native/kernels/product_race.cpp``): weights where llama.cpp would put them, repacked if it repacks such, and under
+our kernels, repacked if they are to be. What a pass of n rows takes is the sum over the matrices, T(n), and what counts
 is how fast it decodes with speculation: the largest E(n) / T(n), where E(n) is what a pass of n rows typically commits,
-1, 1.35, 1.75 and 2.1 tokens. Ours are taken for a fifth faster than that: they bring attention along, which is not
-timed here, in half the time, so that whole passes came out that much better for them than products alone; and they are
-width-invariant.
+1, 1.35, 1.75 and 2.1 tokens. Attention, which ours bring along in half the time, is not timed.
 
 The choice is all or nothing for one file, on purpose: a row has the same bits at every width only where all matrices
 are ours.
@@ -30,15 +28,14 @@ from esp_edge.models import gguf
 from esp_edge.models.cache import ModelCache
 from esp_edge.models.device import cpu_name, usable_cores
 
-__all__ = ["SIZES", "Choice", "Matrices", "choose", "forget", "has_raced", "matrices_of", "measure"]
+__all__ = ["SIZES", "Choice", "Matrices", "choose", "forget", "has_raced", "lookups_of", "matrices_of", "measure"]
 
 Matrices = Mapping[tuple[str, int, int], int]  # (ggml type, rows, length of a row) -> how many
 Race = Callable[..., tuple[list[list[float]], list[list[float]], bool]]  # native.race_kernels
 
 SIZES = (1, 2, 4, 8)
 _TOKENS = {1: 1.0, 2: 1.35, 4: 1.75, 8: 2.1}  # that a pass commits; typical of SmolLM2 and Spec-Bench
-_AHEAD = 1.2  # times as fast as they were measured are ours taken to be
-_KEY, _VERSION = "kernel_choice", 1
+_KEY, _VERSION = "kernel_choice", 2
 _MOST_STORED = 8
 _BUDGET_MS = 600.0  # of timed products; with what stands around them a second for a small model
 _BYTES = 64 << 20  # of weights a side at most: more than caches hold, so that they come from memory as in a pass
@@ -69,8 +66,8 @@ class Choice:
 
     @property
     def takes_ours(self) -> bool:
-        """Whether ours decode faster, or nearly so."""
-        return _AHEAD * _speed(self.ours) >= _speed(self.stock)
+        """Whether ours decode at least as fast."""
+        return _speed(self.ours) >= _speed(self.stock)
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, SIZES))
@@ -90,12 +87,20 @@ def matrices_of(tensors: Collection[gguf.TensorInfo], suits: Callable[[gguf.Tens
         tensors: all matrices of a model.
         suits: whether our kernels would compute one, which then has two dimensions.
     """
-    tables = _TABLES if all(tensor.name != _HEAD for tensor in tensors) else (*_TABLES, _EMBEDDING)
-    multiplied = (tensor for tensor in tensors if not tensor.name.startswith(tables))
+    lookups = lookups_of(tensors)
+    multiplied = (tensor for tensor in tensors if tensor.name not in lookups)
     return Counter((t.type_name, t.shape[1], t.shape[0]) for t in multiplied if suits(t))
 
 
-def choose(matrices: Matrices, isa: str, n_threads: int, cache: ModelCache, *, complete: bool) -> Choice | None:
+def lookups_of(tensors: Collection[gguf.TensorInfo]) -> frozenset[str]:
+    """Names of the matrices whose rows are looked up and that no pass multiplies with."""
+    tables = _TABLES if all(tensor.name != _HEAD for tensor in tensors) else (*_TABLES, _EMBEDDING)
+    return frozenset(tensor.name for tensor in tensors if tensor.name.startswith(tables))
+
+
+def choose(
+    matrices: Matrices, isa: str, n_threads: int, cache: ModelCache, *, complete: bool, repack: bool
+) -> Choice | None:
     """The measured times: from this process, from the disk, or now. None where they could not be had.
 
     A process that has decided keeps to it for all files with these matrices, so that a model that is loaded twice
@@ -107,14 +112,15 @@ def choose(matrices: Matrices, isa: str, n_threads: int, cache: ModelCache, *, c
         n_threads: of the passes.
         cache: of the model file.
         complete: no other matrices are in the file; otherwise llama.cpp repacks what it can, out of reach of ours.
+        repack: ours read repacked weights.
     """
-    key = (isa, complete, tuple(sorted(matrices.items())))
+    key = (isa, complete, repack, tuple(sorted(matrices.items())))
     with _lock:
         if key not in _chosen:
-            settings = _settings(matrices, isa, n_threads, complete)
+            settings = _settings(matrices, isa, n_threads, complete, repack)
             found = _stored_choice(cache, settings)
             if found is None:
-                found = measure(matrices, isa, n_threads, complete=complete)
+                found = measure(matrices, isa, n_threads, complete=complete, repack=repack)
                 _store(cache, settings, found)
             _chosen[key] = found
         return _chosen[key]
@@ -134,7 +140,7 @@ def has_raced() -> bool:
 # -- the cache -------------------------------------------------------------------------------------------------------
 
 
-def _settings(matrices: Matrices, isa: str, n_threads: int, complete: bool) -> dict[str, Any]:
+def _settings(matrices: Matrices, isa: str, n_threads: int, complete: bool, repack: bool) -> dict[str, Any]:
     """JSON-ready: everything that stored times depend on."""
     return {
         "version": _VERSION,
@@ -146,6 +152,7 @@ def _settings(matrices: Matrices, isa: str, n_threads: int, complete: bool) -> d
         "isa": isa,
         "threads": n_threads,
         "complete": complete,
+        "repack": repack,
         "matrices": [[*shape, n] for shape, n in sorted(matrices.items())],
         "environment": {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     }
@@ -183,7 +190,13 @@ def _store(cache: ModelCache, settings: Mapping[str, Any], choice: Choice | None
 
 
 def measure(
-    matrices: Matrices, isa: str, n_threads: int, *, complete: bool = True, race: Race | None = None
+    matrices: Matrices,
+    isa: str,
+    n_threads: int,
+    *,
+    complete: bool = True,
+    repack: bool = True,
+    race: Race | None = None,
 ) -> Choice | None:
     """Time the products of the matrices that make up nearly all weights.
 
@@ -199,7 +212,7 @@ def measure(
     n_weights = sum(n * shape[1] * shape[2] for shape, n in matrices.items())
     n_bytes = min(_BYTES, n_weights // 4)  # both sides together take no more than the model will
     for shape in heavy:
-        ask = functools.partial(race or native.race_kernels, *shape, list(SIZES), isa, n_threads)
+        ask = functools.partial(race or native.race_kernels, *shape, list(SIZES), isa, repack, n_threads)
         found = _times(functools.partial(ask, n_bytes, _BUDGET_MS / len(heavy)))
         if found is None:
             return None

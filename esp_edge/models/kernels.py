@@ -1,8 +1,9 @@
 """Kernels of our own for a model's matrix products and attention on the CPU (``native/kernels``).
 
-They work on the weights as the file has them, cost little more for a few rows than for one, and give a row the same
-bits whatever the width of its pass. They hook into ggml's CPU backend, so they run only where the library is one they
-were tried with; everything else computes with llama.cpp's own kernels, with one line that says why.
+They cost little more for a few rows than for one, and give a row the same bits whatever the width of its pass.
+Quantised weights are repacked when a model is loaded, unless the file's own pages are to be used. They hook into ggml's
+CPU backend, so they run only where the library is one they were tried with; everything else computes with llama.cpp's
+own kernels, with one line that says why.
 
 With ``kernels="auto"`` they run where they decode faster, which is measured (:mod:`esp_edge.models.kernel_choice`).
 ``$ESP_EDGE_KERNELS_ISA`` names the best instruction set that may be used, to try the others; who sets it has chosen
@@ -43,7 +44,10 @@ class Kernels:
         failed: ours would suit this model and processor, but not the library: worth telling at every load.
         complete: every matrix of the file has a kernel of ours, so llama.cpp need not repack any.
         types: of the file's matrices.
+        repack: quantised weights are to be kept once more, repacked; the file's pages are then given back.
+        lookups: names of matrices that are not multiplied with, so never repacked.
         matrices: how many were taken over, by type.
+        repacked_bytes: size of the repacked weights.
     """
 
     isa: str | None = None
@@ -51,17 +55,33 @@ class Kernels:
     failed: bool = False
     complete: bool = False
     types: frozenset[str] = frozenset()
+    repack: bool = False
+    lookups: frozenset[str] = frozenset()
     matrices: Mapping[str, int] = field(default_factory=dict)
+    repacked_bytes: int = 0
 
-    def take_over(self, model_address: int) -> Kernels:
-        """Give a loaded model's matrices to them."""
+    def take_over(self, model_address: int, n_threads: int) -> tuple[Kernels, object]:
+        """Give a loaded model's matrices to them.
+
+        Args:
+            n_threads: that repack.
+
+        Returns:
+            What they compute with then, and an object that must be kept until the model is freed.
+        """
         if self.isa is None:
-            return self
-        found = {name.upper(): n for name, n in native.take_over_weights(model_address, self.isa).items()}
+            return self, None
+        give = functools.partial(native.take_over_weights, model_address, self.isa)
+        try:
+            taken = give(self.repack, sorted(self.lookups), n_threads)
+        except MemoryError:
+            taken = give(False, [], n_threads)
+        found = {name.upper(): n for name, n in taken.matrices.items()}
         if not found:
-            return Kernels(reason="no matrix of this model has a kernel of ours: llama.cpp's are used")
+            return Kernels(reason="no matrix of this model has a kernel of ours: llama.cpp's are used"), None
         # an instruction set may lack a format: BF16 where AVX-512 has no products of it
-        return replace(self, complete=self.complete and self.types <= found.keys(), matrices=found)
+        complete = self.complete and self.types <= found.keys()
+        return replace(self, complete=complete, matrices=found, repacked_bytes=taken.repacked_bytes), taken
 
     @property
     def warning(self) -> str | None:
@@ -72,7 +92,9 @@ class Kernels:
         if self.isa is None:
             return f"llama.cpp's ({self.reason})" if self.reason else "llama.cpp's"
         matrices = ", ".join(f"{n} x {name}" for name, n in sorted(self.matrices.items()))
-        return f"{self.isa} for {matrices}" + ("" if self.complete else "; llama.cpp's for the rest")
+        mib = self.repacked_bytes / 2**20
+        repacked = f", {mib:.{0 if mib >= 1 else 2}f} MiB of them repacked" if mib else ""
+        return f"{self.isa} for {matrices}{repacked}" + ("" if self.complete else "; llama.cpp's for the rest")
 
 
 def plan_kernels(
@@ -101,7 +123,8 @@ def plan_kernels(
     tensors = (tensor for part in gguf.read_parts(header) for tensor in part.tensors.values())
     matrices = [tensor for tensor in tensors if _is_matrix(tensor)]
     types = frozenset(tensor.type_name for tensor in matrices)
-    planned = Kernels(allowed[0], complete=all(map(_is_covered, matrices)), types=types)
+    complete, lookups = all(map(_is_covered, matrices)), kernel_choice.lookups_of(matrices)
+    planned = Kernels(allowed[0], complete=complete, types=types, repack=config.repack, lookups=lookups)
     # exact mode promises the same bits tomorrow, so nothing measured may decide in it
     if config.kernels != "auto" or config.exact or limit is not None or cache is None:
         return planned
@@ -110,7 +133,8 @@ def plan_kernels(
 
 def _faster(planned: Kernels, matrices: kernel_choice.Matrices, n_threads: int, cache: ModelCache) -> Kernels:
     """What was planned, or llama.cpp's where they decode clearly faster."""
-    found = kernel_choice.choose(matrices, planned.isa or "", n_threads, cache, complete=planned.complete)
+    isa, complete, repack = planned.isa or "", planned.complete, planned.repack
+    found = kernel_choice.choose(matrices, isa, n_threads, cache, complete=complete, repack=repack)
     if found is None or found.takes_ours:
         return planned
     return Kernels(reason=f"they are faster here: {found}; --kernels fast uses ours")

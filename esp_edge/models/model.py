@@ -234,6 +234,7 @@ class TargetModel:
         self.pads_lone_rows = False
         self.curve: object = None
         self._tokenizer: Tokenizer | None = None
+        self._taken: object = None  # weights of our kernels: goes after the model
         self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self.path: Path = hub.resolve(spec, progress=progress)
         self.header = gguf.preflight(self.path)
@@ -244,7 +245,7 @@ class TargetModel:
         self._rpc = RpcServers(self.config.rpc)
         try:
             self.pointer = self._load()
-            self.kernels = self.kernels.take_over(self.address)
+            self.kernels, self._taken = self.kernels.take_over(self.address, self.threads)
             self._tokenizer = Tokenizer(llama_cpp.llama_model_get_vocab(self.pointer))
             self._refuse_unsupported()
             self.n_ctx = self._context_length()
@@ -449,6 +450,7 @@ class TargetModel:
             if self._tokenizer is not None:
                 self._tokenizer.close()
             llama_cpp.llama_model_free(pointer)
+        self._taken = None
         self._rpc.close()
 
     def __del__(self) -> None:

@@ -26,7 +26,8 @@ constexpr std::int64_t cells_a_group = 16;
 constexpr std::int64_t groups_a_chunk = 8;
 constexpr std::int64_t cells_a_chunk = cells_a_group * groups_a_chunk; // work of one item
 constexpr std::int64_t queries_a_tile = 24;
-constexpr int queries_a_pass = 6; // whose sums are kept in registers
+constexpr std::int64_t fetched_from = 1024; // cells; what fits the caches need not be fetched ahead
+constexpr int queries_a_pass = 6;           // whose sums are kept in registers
 constexpr std::int64_t largest_head = 256;
 constexpr std::int64_t most_rows = 64;
 constexpr std::int64_t header = 16; // floats in front of a partial sum: largest score, sum of weights, padding
@@ -196,7 +197,12 @@ template <typename Isa> class Tile {
             }
             return;
         }
-        transpose_keys(lists_.cells(query(from).row) + group * cells_a_group);
+        const std::int32_t *const cells = lists_.cells(query(from).row) + group * cells_a_group;
+        transpose_keys(cells);
+        if (from == 0 && task_.n_cells >= fetched_from && !is_empty(group + 1, from)) {
+            fetch(task_.k + task_.k_head_stride * head(), task_.k_cell_stride, task_.k_size, cells + cells_a_group);
+            fetch(task_.v + task_.v_head_stride * head(), task_.v_cell_stride, task_.v_size, cells + cells_a_group);
+        }
         std::int64_t i = from;
         for (; i + queries_a_pass <= end; i += queries_a_pass) {
             score_some<queries_a_pass>(group, i);
@@ -206,6 +212,18 @@ template <typename Isa> class Tile {
         }
         for (; i < end; ++i) {
             score_some<1>(group, i);
+        }
+    }
+
+    std::size_t head() const { return static_cast<std::size_t>(kv_head_); }
+
+    // A head's numbers are a short piece of each cell, which processors do not recognise as a stream.
+    static void fetch(const std::byte *from, std::size_t stride, std::int64_t size, const std::int32_t *cells) {
+        for (std::int64_t i = 0; i < cells_a_group; ++i) {
+            const std::byte *const at = from + stride * static_cast<std::size_t>(cells[i]);
+            for (std::int64_t number = 0; number < size; number += 32) {
+                __builtin_prefetch(at + 2 * number, 0, 2);
+            }
         }
     }
 

@@ -21,6 +21,8 @@ struct Avx2 {
 
     using Bytes = __m256i;
 
+    static Bytes load(const std::byte *at) { return _mm256_load_si256(reinterpret_cast<const __m256i *>(at)); }
+    static void store(void *to, Bytes bytes) { _mm256_store_si256(static_cast<__m256i *>(to), bytes); }
     static Bytes both(Bytes bytes, char mask) { return _mm256_and_si256(bytes, _mm256_set1_epi8(mask)); }
     static Bytes either(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
     template <int n> static Bytes left(Bytes bytes) { return _mm256_slli_epi16(bytes, n); }
@@ -90,33 +92,27 @@ struct Avx2 {
 
     // ---- the product
 
+    using Sums = __m256;
+
+    static Sums load_sums(const float *sums) { return _mm256_load_ps(sums); }
+    static void store_sums(float *to, Sums sums) { _mm256_store_ps(to, sums); }
+
     template <typename F, int n>
-    static void multiply_tile(const Unpacked<Avx2> &unpacked, const Int8Columns &columns, std::int64_t chunk,
-                              std::int64_t n_blocks, std::int64_t first, float (*sums)[rows]) {
-        __m256 total[n];
-        for (int c = 0; c < n; ++c) {
-            total[c] = _mm256_load_ps(sums[c]);
-        }
-        for (std::int64_t b = 0; b < n_blocks; ++b) {
-            const Int8Columns::View at = columns.at(chunk + b, first);
-            for (int half = 0; half < F::halves; ++half) {
-                __m256i dots[n];
-                multiply_half<F, n>(unpacked.weights[b], at, half, dots);
-                const __m256 scales = _mm256_load_ps(unpacked.scales[b][half]);
-                for (int c = 0; c < n; ++c) {
-                    const __m256 scale = _mm256_mul_ps(scales, _mm256_set1_ps(at.scales[c]));
-                    total[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[c]), scale, total[c]);
-                }
-            }
-            if constexpr (F::has_minima) {
-                const __m256 minima = _mm256_load_ps(unpacked.minima[b]);
-                for (int c = 0; c < n; ++c) {
-                    total[c] = _mm256_fmadd_ps(minima, _mm256_set1_ps(at.sums[c]), total[c]);
-                }
+    static void add_block(const Block<Avx2> &block, const Int8Columns::View &at, Sums *total) {
+        for (int half = 0; half < F::halves; ++half) {
+            __m256i dots[n];
+            multiply_half<F, n>(block.weights, at, half, dots);
+            const __m256 scales = _mm256_load_ps(block.scales[half]);
+            for (int c = 0; c < n; ++c) {
+                const __m256 scale = _mm256_mul_ps(scales, _mm256_set1_ps(at.scales[c]));
+                total[c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[c]), scale, total[c]);
             }
         }
-        for (int c = 0; c < n; ++c) {
-            _mm256_store_ps(sums[c], total[c]);
+        if constexpr (F::has_minima) {
+            const __m256 minima = _mm256_load_ps(block.minima);
+            for (int c = 0; c < n; ++c) {
+                total[c] = _mm256_fmadd_ps(minima, _mm256_set1_ps(at.sums[c]), total[c]);
+            }
         }
     }
 
@@ -139,8 +135,6 @@ struct Avx2 {
     }
 
   private:
-    static void store(std::uint8_t *to, Bytes bytes) { _mm256_store_si256(reinterpret_cast<__m256i *>(to), bytes); }
-
     static float largest_of(__m256i bits) {
         const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
         const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
@@ -185,13 +179,8 @@ struct Avx2 {
     }
 };
 
-constexpr KernelTable with_attention(KernelTable table) {
-    table.attention = &avx2_attention;
-    return table;
-}
-
 } // namespace
 
-const KernelTable avx2_kernels = with_attention(table_of<Avx2>("avx2"));
+const KernelTable avx2_kernels = table_of<Avx2>("avx2", &avx2_attention);
 
 } // namespace esp::kernels

@@ -3,13 +3,17 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <mutex>
+#include <new>
 #include <stdexcept>
 #include <vector>
 
 #include "ggml-backend.h"
 #include "ggml.h"
 #include "kernels/kernels.hpp"
+#include "kernels/repacking.hpp"
+#include "kernels/shares.hpp"
 #include "llama.h"
 
 #ifndef _WIN32
@@ -57,30 +61,44 @@ Barrier barrier = nullptr;
 TensorMap tensor_map = nullptr;
 std::atomic<std::int64_t> products{0};
 
-constexpr std::int64_t shared_from = 16; // columns; fewer are prepared by every thread, which saves a barrier
+constexpr std::int64_t bytes_at_a_time = 8192; // of weights: some hundred nanoseconds
+constexpr std::int64_t shared_from = 16;       // columns; fewer are prepared by every thread, which saves a barrier
 
 std::byte *aligned(void *memory) {
     const auto address = reinterpret_cast<std::uintptr_t>(memory);
     return reinterpret_cast<std::byte *>((address + 63) / 64 * 64);
 }
 
-Matmul matmul_of(const ggml_tensor *op) {
-    const ggml_tensor *const weights = op->src[0], *const x = op->src[1];
-    return {static_cast<const std::byte *>(weights->data),
-            weights->nb[1],
-            weights->ne[1],
-            weights->ne[0],
-            static_cast<const float *>(x->data),
-            x->nb[1],
-            x->ne[1] * x->ne[2] * x->ne[3],
-            static_cast<float *>(op->data),
-            op->nb[1]};
+Matmul rows_of(const ggml_tensor *weights) {
+    Matmul matmul{};
+    matmul.weights = static_cast<const std::byte *>(weights->data);
+    matmul.weight_stride = weights->nb[1];
+    matmul.n_rows = weights->ne[1];
+    matmul.n_k = weights->ne[0];
+    return matmul;
 }
 
-// One format's products; a weight that was taken over points here.
+Matmul matmul_of(const ggml_tensor *op) {
+    const ggml_tensor *const x = op->src[1];
+    Matmul matmul = rows_of(op->src[0]);
+    matmul.x = static_cast<const float *>(x->data);
+    matmul.x_stride = x->nb[1];
+    matmul.n_columns = x->ne[1] * x->ne[2] * x->ne[3];
+    matmul.y = static_cast<float *>(op->data);
+    matmul.y_stride = op->nb[1];
+    return matmul;
+}
+
+class Attend;
+
+// The products of a matrix that was taken over, which points here.
 class Products final : public TensorTraits {
   public:
-    const FormatKernel *kernel = nullptr;
+    const FormatKernel *const kernel;
+    Attend *const attention;             // of the same instruction set
+    const std::byte *repacked = nullptr; // null: the weights are used as they are
+
+    Products(const FormatKernel *of, Attend *beside) : kernel(of), attention(beside) {}
 
     bool work_size(int n_threads, const ggml_tensor *op, std::size_t &size) override {
         const Matmul matmul = matmul_of(op);
@@ -90,7 +108,8 @@ class Products final : public TensorTraits {
     }
 
     bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
-        const Matmul matmul = matmul_of(op);
+        Matmul matmul = matmul_of(op);
+        matmul.repacked = repacked;
         std::byte *columns = aligned(params->wdata);
         const std::int64_t n = matmul.n_columns, i = params->ith, threads = params->nth;
         if (n < shared_from) {
@@ -101,8 +120,14 @@ class Products final : public TensorTraits {
             barrier(params->threadpool);
         }
         const std::int64_t group = kernel->row_group, n_groups = (matmul.n_rows + group - 1) / group;
-        const std::int64_t begin = n_groups * i / threads * group, end = n_groups * (i + 1) / threads * group;
-        kernel->multiply(matmul, columns, begin, std::min(end, matmul.n_rows));
+        const auto group_bytes = static_cast<std::int64_t>(matmul.weight_stride) * group;
+        const std::int64_t least = (bytes_at_a_time + group_bytes - 1) / group_bytes;
+        const std::int64_t own_end = n_groups * (i + 1) / threads;
+        shares_of(params->threadpool, threads).run(n_groups, least, i, threads, [&](Share::Groups groups) {
+            const bool is_own = groups.begin >= n_groups * i / threads && groups.end <= own_end;
+            matmul.fetch_end = (is_own ? own_end : groups.end) * group;
+            kernel->multiply(matmul, columns, groups.begin * group, std::min(groups.end * group, matmul.n_rows));
+        });
         if (i == 0) {
             products.fetch_add(1, std::memory_order_relaxed);
         }
@@ -175,15 +200,51 @@ class Attend final : public TensorTraits {
     }
 };
 
-constexpr int n_formats = static_cast<int>(Format::count);
 constexpr int n_isas = 2; // kept apart, so that models may use different ones
-Products taken[n_isas][n_formats];
 Attend attention[n_isas];
 
-Products *taken_by(const ggml_tensor *weights) {
-    auto *const mark = static_cast<Products *>(weights->extra);
-    const bool is_ours = mark >= &taken[0][0] && mark < &taken[0][0] + n_isas * n_formats;
-    return is_ours ? mark : nullptr;
+// The marks of all matrices lie in one place, so that they can be told from what other backends attach to tensors.
+class Marks {
+  public:
+    Products *make(const FormatKernel *kernel, Attend *beside) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (free_.empty() && used_ == most) {
+            return nullptr;
+        }
+        void *at = storage_ + used_ * sizeof(Products);
+        if (free_.empty()) {
+            ++used_;
+        } else {
+            at = free_.back();
+            free_.pop_back();
+        }
+        return new (at) Products(kernel, beside);
+    }
+
+    void drop(Products *mark) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        mark->~Products();
+        free_.push_back(mark);
+    }
+
+    // The mark of a matrix, null where it has none of ours.
+    Products *of(const ggml_tensor *weights) const {
+        const auto *const at = static_cast<const std::byte *>(weights->extra);
+        const bool is_ours = !std::less<>()(at, storage_) && std::less<>()(at, storage_ + sizeof storage_);
+        return is_ours ? static_cast<Products *>(weights->extra) : nullptr;
+    }
+
+  private:
+    static constexpr std::size_t most = 1 << 16;
+    std::mutex mutex_;
+    std::size_t used_ = 0;
+    std::vector<void *> free_;
+    alignas(Products) std::byte storage_[most * sizeof(Products)];
+};
+
+Marks &marks() {
+    static Marks &all = *new Marks; // in pages that nothing touches before they are used; outlives every model
+    return all;
 }
 
 bool is_plain_product(const ggml_tensor *op) {
@@ -199,8 +260,8 @@ Attend *attention_behind(const ggml_tensor *op) {
     const ggml_tensor *tensor = op->src[0];
     for (int step = 0; tensor != nullptr && step < most_steps; ++step, tensor = tensor->src[0]) {
         if (tensor->op == GGML_OP_MUL_MAT) {
-            const Products *const mark = taken_by(tensor->src[0]);
-            return mark == nullptr ? nullptr : &attention[(mark - &taken[0][0]) / n_formats];
+            const Products *const mark = marks().of(tensor->src[0]);
+            return mark == nullptr ? nullptr : mark->attention;
         }
     }
     return nullptr;
@@ -212,7 +273,7 @@ class Entry final : public ExtraBufferType {
 
     TensorTraits *get_tensor_traits(const ggml_tensor *op) override {
         if (op->op == GGML_OP_MUL_MAT) {
-            return op->src[0]->extra != nullptr && is_plain_product(op) ? taken_by(op->src[0]) : nullptr;
+            return op->src[0]->extra != nullptr && is_plain_product(op) ? marks().of(op->src[0]) : nullptr;
         }
         if (op->op == GGML_OP_FLASH_ATTN_EXT) {
             Attend *const found = attention_behind(op);
@@ -269,22 +330,32 @@ int format_of(ggml_type type) {
     }
 }
 
+// Whether the weights are pages of a file that the system can read again.
+bool is_mapped(const ggml_tensor *tensor) {
+    return std::strcmp(ggml_backend_buffer_name(tensor->buffer), "CPU_Mapped") == 0;
+}
+
 bool can_be_taken(const ggml_tensor *tensor) {
     return ggml_n_dims(tensor) == 2 && ggml_is_contiguous(tensor) && tensor->extra == nullptr &&
            tensor->buffer != nullptr && ggml_backend_buffer_is_host(tensor->buffer) && tensor->view_src == nullptr;
 }
 
-bool take_with(const KernelTable &table, ggml_tensor *tensor) {
-    const int format = format_of(tensor->type);
-    const FormatKernel *const kernel = format < 0 ? nullptr : table.formats[format];
-    if (kernel == nullptr || !can_be_taken(tensor) || tensor->ne[0] % kernel->k_multiple != 0) {
-        return false;
+// A matrix on its way to the kernels.
+struct Candidate {
+    ggml_tensor *tensor;
+    const FormatKernel *kernel;
+};
+
+std::vector<Candidate> candidates_among(const std::vector<ggml_tensor *> &tensors, const KernelTable &table) {
+    std::vector<Candidate> found;
+    for (ggml_tensor *const tensor : tensors) {
+        const int format = format_of(tensor->type);
+        const FormatKernel *const kernel = format < 0 ? nullptr : table.formats[format];
+        if (kernel != nullptr && can_be_taken(tensor) && tensor->ne[0] % kernel->k_multiple == 0) {
+            found.push_back({tensor, kernel});
+        }
     }
-    const int isa = table.isa == best_kernels(nullptr)->isa ? 0 : 1;
-    attention[isa].kernel = table.attention;
-    taken[isa][format].kernel = kernel;
-    tensor->extra = &taken[isa][format];
-    return true;
+    return found;
 }
 
 } // namespace
@@ -319,23 +390,58 @@ std::string install() {
     return best->isa;
 }
 
-bool take(ggml_tensor *weights, const char *limit) {
-    const KernelTable *const table = best_kernels(limit);
-    return table != nullptr && tensor_map != nullptr && take_with(*table, weights);
+struct Taken::Memory {
+    std::vector<Products *> marks;
+    RepackedMemory repacked;
+};
+
+Taken::Taken() : memory(std::make_unique<Memory>()) {}
+
+Taken::~Taken() {
+    for (Products *const mark : memory->marks) {
+        marks().drop(mark);
+    }
 }
 
-std::map<std::string, int> take_over(const llama_model *model, const char *limit) {
-    std::map<std::string, int> found;
-    const KernelTable *const table = best_kernels(limit);
+std::unique_ptr<Taken> take(const std::vector<ggml_tensor *> &weights, const TakeSettings &settings) {
+    auto taken = std::make_unique<Taken>();
+    const KernelTable *const table = best_kernels(settings.limit);
     if (table == nullptr || tensor_map == nullptr) {
-        return found;
+        return taken;
     }
-    for (const auto &[name, tensor] : tensor_map(model)) {
-        if (take_with(*table, tensor)) {
-            ++found[ggml_type_name(tensor->type)];
+    const std::vector<Candidate> candidates = candidates_among(weights, *table);
+    std::vector<Repacking> repackings;
+    for (const Candidate &each : candidates) {
+        const bool wanted = settings.repack && settings.lookups.count(each.tensor->name) == 0;
+        if (wanted && each.kernel->repack != nullptr) {
+            repackings.push_back({rows_of(each.tensor), each.kernel, is_mapped(each.tensor)});
         }
     }
-    return found;
+    taken->memory->repacked = repack(repackings, settings.n_threads);
+    taken->repacked_bytes = taken->memory->repacked.size();
+    Attend &beside = attention[table->isa == best_kernels(nullptr)->isa ? 0 : 1];
+    beside.kernel = table->attention;
+    for (const Candidate &each : candidates) {
+        Products *const mark = marks().make(each.kernel, &beside);
+        if (mark == nullptr) {
+            break; // the rest is llama.cpp's
+        }
+        mark->repacked = taken->memory->repacked.of(each.tensor->data);
+        taken->memory->marks.push_back(mark);
+        each.tensor->extra = mark;
+        ++taken->matrices[ggml_type_name(each.tensor->type)];
+    }
+    return taken;
+}
+
+std::unique_ptr<Taken> take_over(const llama_model *model, const TakeSettings &settings) {
+    std::vector<ggml_tensor *> tensors;
+    if (tensor_map != nullptr) {
+        for (const auto &[name, tensor] : tensor_map(model)) {
+            tensors.push_back(tensor);
+        }
+    }
+    return take(tensors, settings);
 }
 
 std::int64_t n_products() { return products.load(std::memory_order_relaxed); }

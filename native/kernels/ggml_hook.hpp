@@ -2,9 +2,13 @@
 // itself. An entry of ours answers for the matrix products of weights that were marked, on ggml's own threads.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
+#include <set>
 #include <string>
+#include <vector>
 
 struct ggml_tensor;
 struct llama_model;
@@ -16,13 +20,35 @@ namespace esp::kernels {
 // std::runtime_error where llama.cpp's libraries do not offer what it takes.
 std::string install();
 
-// Hands the weights of a model that have kernels to them: quantised or floating-point matrices in host memory that no
-// other extra buffer type holds. `limit` is best_kernels's. Returns how many matrices of which type (by name) were
-// taken.
-std::map<std::string, int> take_over(const llama_model *model, const char *limit);
+struct TakeSettings {
+    const char *limit = nullptr;     // best_kernels's
+    int n_threads = 1;               // that repack
+    bool repack = false;             // keep the weights once more, as the kernels want them
+    std::set<std::string> lookups{}; // names of matrices whose rows are only looked up: they are not repacked
+};
 
-// Hands over one matrix, under the same conditions; false where they do not hold or install() was not called.
-bool take(ggml_tensor *weights, const char *limit);
+// Weights that the kernels compute with. Must be kept until nothing is computed with them any more.
+class Taken {
+  public:
+    std::map<std::string, int> matrices; // how many of which ggml type
+    std::size_t repacked_bytes = 0;
+
+    Taken();
+    ~Taken();
+    Taken(const Taken &) = delete;
+    Taken &operator=(const Taken &) = delete;
+
+    struct Memory;
+    std::unique_ptr<Memory> memory;
+};
+
+// Hands matrices to the kernels: those that have kernels and lie in host memory, in no extra buffer type. Repacked
+// weights that are mapped from a file need not stay in memory: their pages are given back, and read again when needed.
+// Throws std::bad_alloc where the memory for repacked weights cannot be had; then nothing was taken.
+std::unique_ptr<Taken> take(const std::vector<ggml_tensor *> &weights, const TakeSettings &settings);
+
+// The same for all matrices of a model.
+std::unique_ptr<Taken> take_over(const llama_model *model, const TakeSettings &settings);
 
 // Matrix products computed here so far, in all contexts.
 std::int64_t n_products();

@@ -1,7 +1,8 @@
 // Matrix products of a few rows over ggml's own weight formats, and tree attention: one table of functions an ISA.
 //
-// The weights stay as ggml stores them. A group of rows is unpacked once into a cache-sized scratch and used for all
-// columns, so that n columns cost little more than one. What is computed for a (weight row, column) pair, and in which
+// A group of rows is unpacked once and used for all columns, so that n columns cost little more than one. Weights are
+// read as ggml stores them, or repacked: a group's rows side by side, as the products want them, which saves most of
+// the unpacking. What is computed for a (weight row, column) pair, and in which
 // order, does not depend on n, on the other columns or on the threads: results are width-invariant by construction.
 #pragma once
 
@@ -24,6 +25,8 @@ struct Matmul {
     std::int64_t n_columns;
     float *y;
     std::size_t y_stride;
+    const std::byte *repacked = nullptr; // the weights once more, by FormatKernel::repack; where they are read then
+    std::int64_t fetch_end = 0;          // row up to which the cache may be filled ahead: who computes goes on there
 };
 
 // How one format is multiplied on one ISA.
@@ -37,6 +40,10 @@ struct FormatKernel {
     // Rows [begin, end) of y; begin is a multiple of row_group.
     void (*multiply)(const Matmul &, const std::byte *columns, std::int64_t begin, std::int64_t end);
     std::int64_t row_group;
+    // Bytes of repacked weights, a multiple of 64; null where nothing would be gained.
+    std::size_t (*repacked_size)(std::int64_t n_rows, std::int64_t n_k);
+    // Repacks rows [begin, end) into memory for all of them (64-byte aligned); begin is a multiple of row_group.
+    void (*repack)(const Matmul &, std::byte *to, std::int64_t begin, std::int64_t end);
 };
 
 // Attention of a few rows over one KV cache in half precision: every chunk of cells is unpacked once for all rows and

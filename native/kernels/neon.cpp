@@ -18,6 +18,15 @@ struct Neon {
 
     using Bytes = uint8x16x2_t; // rows 0..3, rows 4..7
 
+    static Bytes load(const std::byte *at) {
+        const auto *const bytes = reinterpret_cast<const std::uint8_t *>(at);
+        return {{vld1q_u8(bytes), vld1q_u8(bytes + 16)}};
+    }
+    static void store(std::byte *to, Bytes bytes) {
+        auto *const at = reinterpret_cast<std::uint8_t *>(to);
+        vst1q_u8(at, bytes.val[0]);
+        vst1q_u8(at + 16, bytes.val[1]);
+    }
     static Bytes both(Bytes bytes, std::uint8_t mask) {
         return {{vandq_u8(bytes.val[0], vdupq_n_u8(mask)), vandq_u8(bytes.val[1], vdupq_n_u8(mask))}};
     }
@@ -99,38 +108,34 @@ struct Neon {
 
     // ---- the product
 
+    using Sums = float32x4x2_t;
+
+    static Sums load_sums(const float *sums) { return load_eight(sums); }
+    static void store_sums(float *to, Sums sums) {
+        vst1q_f32(to, sums.val[0]);
+        vst1q_f32(to + 4, sums.val[1]);
+    }
+
     template <typename F, int n>
-    static void multiply_tile(const Unpacked<Neon> &unpacked, const Int8Columns &columns, std::int64_t chunk,
-                              std::int64_t n_blocks, std::int64_t first, float (*sums)[rows]) {
-        float32x4x2_t total[n];
-        for (int c = 0; c < n; ++c) {
-            total[c] = load_eight(sums[c]);
-        }
-        for (std::int64_t b = 0; b < n_blocks; ++b) {
-            const Int8Columns::View at = columns.at(chunk + b, first);
-            for (int half = 0; half < F::halves; ++half) {
-                int32x4x2_t dots[n];
-                multiply_half<F, n>(unpacked.weights[b][0], at, half, dots);
-                const float32x4x2_t scales = load_eight(unpacked.scales[b][half]);
-                for (int c = 0; c < n; ++c) {
-                    for (int i = 0; i < 2; ++i) {
-                        const float32x4_t scale = vmulq_n_f32(scales.val[i], at.scales[c]);
-                        total[c].val[i] = vfmaq_f32(total[c].val[i], vcvtq_f32_s32(dots[c].val[i]), scale);
-                    }
-                }
-            }
-            if constexpr (F::has_minima) {
-                const float32x4x2_t minima = load_eight(unpacked.minima[b]);
-                for (int c = 0; c < n; ++c) {
-                    for (int i = 0; i < 2; ++i) {
-                        total[c].val[i] = vfmaq_n_f32(total[c].val[i], minima.val[i], at.sums[c]);
-                    }
+    static void add_block(const Block<Neon> &block, const Int8Columns::View &at, Sums *total) {
+        for (int half = 0; half < F::halves; ++half) {
+            int32x4x2_t dots[n];
+            multiply_half<F, n>(block.weights[0], at, half, dots);
+            const float32x4x2_t scales = load_eight(block.scales[half]);
+            for (int c = 0; c < n; ++c) {
+                for (int i = 0; i < 2; ++i) {
+                    const float32x4_t scale = vmulq_n_f32(scales.val[i], at.scales[c]);
+                    total[c].val[i] = vfmaq_f32(total[c].val[i], vcvtq_f32_s32(dots[c].val[i]), scale);
                 }
             }
         }
-        for (int c = 0; c < n; ++c) {
-            vst1q_f32(sums[c], total[c].val[0]);
-            vst1q_f32(sums[c] + 4, total[c].val[1]);
+        if constexpr (F::has_minima) {
+            const float32x4x2_t minima = load_eight(block.minima);
+            for (int c = 0; c < n; ++c) {
+                for (int i = 0; i < 2; ++i) {
+                    total[c].val[i] = vfmaq_n_f32(total[c].val[i], minima.val[i], at.sums[c]);
+                }
+            }
         }
     }
 
@@ -183,13 +188,8 @@ struct Neon {
     }
 };
 
-constexpr KernelTable with_attention(KernelTable table) {
-    table.attention = &neon_attention;
-    return table;
-}
-
 } // namespace
 
-const KernelTable neon_kernels = with_attention(table_of<Neon>("neon"));
+const KernelTable neon_kernels = table_of<Neon>("neon", &neon_attention);
 
 } // namespace esp::kernels

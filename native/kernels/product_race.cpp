@@ -4,6 +4,7 @@
 #include <cctype>
 #include <chrono>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <utility>
@@ -134,15 +135,16 @@ class Weights {
         }
     }
 
-    void give_to_ours(const char *limit) {
-        for (ggml_tensor *const copy : copies) {
-            require(take(copy, limit), "there is no kernel of ours for this matrix on this processor");
-        }
+    void give_to_ours(const TakeSettings &settings) {
+        taken_ = take(copies, settings);
+        require(taken_->matrices.size() == 1 && taken_->matrices.begin()->second == static_cast<int>(copies.size()),
+                "there is no kernel of ours for this matrix on this processor");
     }
 
   private:
     ggml_context_ptr context_; // goes last: a buffer knows nothing of its tensors
     ggml_backend_buffer_ptr buffer_;
+    std::unique_ptr<Taken> taken_;
 };
 
 // The products of all copies with the same columns, as one graph.
@@ -270,10 +272,10 @@ std::vector<float> product(const MatrixShape &shape, const std::byte *weights, s
             "the weights have another size than their shape says");
     const Cpu cpu(settings.n_threads);
     Weights matrix(settings.ours ? cpu.plain : home_of(cpu, type, shape), type, shape, 1);
-    if (settings.ours) {
-        matrix.give_to_ours(settings.limit);
-    }
     matrix.fill(weights);
+    if (settings.ours) {
+        matrix.give_to_ours({settings.limit, settings.n_threads, settings.repack, {}});
+    }
     Graph graph(cpu, matrix, shape.n_k, n_columns);
     graph.set_columns(x);
     graph.compute();
@@ -291,8 +293,8 @@ RaceTimes race(const MatrixShape &shape, const std::vector<int> &columns, const 
     const std::size_t n = std::clamp<std::size_t>(settings.n_bytes / numbers.size(), 1, most_copies);
     ggml_backend_buffer_type_t const home = home_of(cpu, type, part);
     Weights our_weights(cpu.plain, type, part, n), stock_weights(home, type, part, n);
-    our_weights.give_to_ours(settings.limit);
     our_weights.fill(numbers.data());
+    our_weights.give_to_ours({settings.limit, settings.n_threads, settings.repack, {}});
     stock_weights.fill(numbers.data());
     Racer ours(cpu, std::move(our_weights), columns, part), stock(cpu, std::move(stock_weights), columns, part);
     RaceTimes times{std::vector<std::vector<double>>(columns.size()), std::vector<std::vector<double>>(columns.size()),

@@ -19,6 +19,7 @@ struct MatrixShape {
 // How a product is computed.
 struct ProductSettings {
     bool ours;         // false: where and how llama.cpp would, repacked where it has a buffer type for that
+    bool repack;       // ours: from repacked weights
     const char *limit; // of our instruction set, see best_kernels
     int n_threads;
 };
@@ -38,6 +39,7 @@ struct RaceTimes {
 
 struct RaceSettings {
     const char *limit;
+    bool repack; // ours
     int n_threads;
     std::size_t n_bytes; // of weights a side at most: copies of the matrix, or a part of its rows
     double budget_ms;    // of the rounds; there are at least three, unless those take five times as long

@@ -1,4 +1,5 @@
 // Products of every format and ISA that this CPU runs, against double precision over weights unpacked here, slowly.
+// Whatever is multiplied here is multiplied with repacked weights as well, which must not change a bit.
 
 #include "check.hpp"
 #include "kernels/kernels.hpp"
@@ -11,6 +12,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -215,6 +217,20 @@ Exact exact_product(const Layout &layout, const Problem &problem) {
     return exact;
 }
 
+// A format on an ISA.
+struct Subject {
+    const KernelTable &table;
+    const Layout &layout;
+
+    const FormatKernel &kernel() const { return *table.formats[static_cast<int>(layout.format)]; }
+
+    void check(bool ok, const std::string &what, int line) const {
+        check::report(ok, (std::string(table.isa) + " " + layout.name + ": " + what).c_str(), __FILE__, line);
+    }
+};
+
+#define CHECK_SUBJECT(subject, condition, what) (subject).check((condition), what, __LINE__)
+
 // How the work of a product is cut up, and how far apart rows and columns lie.
 struct Cut {
     std::int64_t n_pieces = 1;
@@ -241,52 +257,131 @@ template <typename Work> void for_each_piece(const Cut &cut, std::int64_t n, std
 
 constexpr float untouched = -12345.0F;
 
-// The results, [column][row]. All buffers end where the data ends, so that a sanitizer sees what is read beyond.
-Floats product(const FormatKernel &kernel, const Layout &layout, const Problem &problem, const Cut &cut = {}) {
-    const auto n_rows = static_cast<std::size_t>(problem.n_rows),
-               n_columns = static_cast<std::size_t>(problem.n_columns);
-    const auto n_k = static_cast<std::size_t>(problem.n_k);
-    const std::size_t row_bytes = layout.row_bytes(problem.n_k);
-    const std::size_t weight_stride = row_bytes + cut.padding * sizeof(float);
-    const std::size_t x_stride = n_k + cut.padding, y_stride = n_rows + cut.padding;
+struct Free {
+    void operator()(std::byte *memory) const { std::free(memory); }
+};
+using Memory = std::unique_ptr<std::byte, Free>;
 
-    Bytes weights((n_rows - 1) * weight_stride + row_bytes);
-    for (std::size_t r = 0; r < n_rows; ++r) {
-        std::memcpy(&weights[r * weight_stride], &problem.weights[r * row_bytes], row_bytes);
-    }
-    Floats x(1 + (n_columns - 1) * x_stride + n_k); // one more in front: vectors are not aligned
-    for (std::size_t c = 0; c < n_columns; ++c) {
-        std::copy_n(&problem.x[c * n_k], n_k, &x[1 + c * x_stride]);
-    }
-    Floats y((n_columns - 1) * y_stride + n_rows, untouched);
-    const std::size_t size = kernel.columns_size(problem.n_k, problem.n_columns);
+// 64-byte aligned; null where there is nothing to keep.
+Memory memory_of(std::size_t size) {
     CHECK(size % 64 == 0);
-    const std::unique_ptr<void, decltype(&std::free)> memory(size == 0 ? nullptr : std::aligned_alloc(64, size),
-                                                             std::free);
-    auto *const columns = static_cast<std::byte *>(memory.get());
-    const Matmul matmul{reinterpret_cast<const std::byte *>(weights.data()),
-                        weight_stride,
-                        problem.n_rows,
-                        problem.n_k,
-                        &x[1],
-                        x_stride * sizeof(float),
-                        problem.n_columns,
-                        y.data(),
-                        y_stride * sizeof(float)};
-    for_each_piece(cut, problem.n_columns, 1,
-                   [&](std::int64_t begin, std::int64_t end) { kernel.prepare(matmul, columns, begin, end); });
-    for_each_piece(cut, problem.n_rows, kernel.row_group,
-                   [&](std::int64_t begin, std::int64_t end) { kernel.multiply(matmul, columns, begin, end); });
+    return Memory(size == 0 ? nullptr : static_cast<std::byte *>(std::aligned_alloc(64, size)));
+}
 
-    Floats dense(n_rows * n_columns);
-    for (std::size_t i = 0; i < y.size(); ++i) {
-        if (i % y_stride < n_rows) {
-            dense[i / y_stride * n_rows + i % y_stride] = y[i];
-        } else {
-            CHECK(y[i] == untouched);
+// What a product reads and writes. All buffers end where the data ends, so that a sanitizer sees what is read beyond.
+class Buffers {
+  public:
+    Matmul matmul{};
+
+    Buffers(const Subject &subject, const Problem &problem, const Cut &cut)
+        : n_rows_(static_cast<std::size_t>(problem.n_rows)), n_columns_(static_cast<std::size_t>(problem.n_columns)),
+          y_stride_(n_rows_ + cut.padding),
+          columns_(memory_of(subject.kernel().columns_size(problem.n_k, problem.n_columns))) {
+        const auto n_k = static_cast<std::size_t>(problem.n_k);
+        const std::size_t row_bytes = subject.layout.row_bytes(problem.n_k), x_stride = n_k + cut.padding;
+        const std::size_t weight_stride = row_bytes + cut.padding * sizeof(float);
+        weights_.resize((n_rows_ - 1) * weight_stride + row_bytes);
+        for (std::size_t r = 0; r < n_rows_; ++r) {
+            std::memcpy(&weights_[r * weight_stride], &problem.weights[r * row_bytes], row_bytes);
         }
+        x_.resize(1 + (n_columns_ - 1) * x_stride + n_k); // one more in front: vectors are not aligned
+        for (std::size_t c = 0; c < n_columns_; ++c) {
+            std::copy_n(&problem.x[c * n_k], n_k, &x_[1 + c * x_stride]);
+        }
+        y_.resize((n_columns_ - 1) * y_stride_ + n_rows_);
+        matmul.weights = reinterpret_cast<const std::byte *>(weights_.data());
+        matmul.weight_stride = weight_stride;
+        matmul.n_rows = problem.n_rows;
+        matmul.n_k = problem.n_k;
+        matmul.x = &x_[1];
+        matmul.x_stride = x_stride * sizeof(float);
+        matmul.n_columns = problem.n_columns;
+        matmul.y = y_.data();
+        matmul.y_stride = y_stride_ * sizeof(float);
     }
-    return dense;
+
+    std::byte *columns() const { return columns_.get(); }
+
+    void clear_results() { std::fill(y_.begin(), y_.end(), untouched); }
+
+    // [column][row]
+    Floats results() const {
+        Floats dense(n_rows_ * n_columns_);
+        for (std::size_t i = 0; i < y_.size(); ++i) {
+            if (i % y_stride_ < n_rows_) {
+                dense[i / y_stride_ * n_rows_ + i % y_stride_] = y_[i];
+            } else {
+                CHECK(y_[i] == untouched);
+            }
+        }
+        return dense;
+    }
+
+  private:
+    std::size_t n_rows_, n_columns_, y_stride_;
+    Bytes weights_;
+    Floats x_, y_;
+    Memory columns_;
+};
+
+bool same_bits(const Floats &one, const Floats &other) {
+    return one.size() == other.size() && std::memcmp(one.data(), other.data(), sizeof(float) * one.size()) == 0;
+}
+
+// All weights of the matrix, repacked group by group or in larger pieces, in any order.
+Memory repacked(const FormatKernel &kernel, const Matmul &matmul, Random &random) {
+    Memory memory = memory_of(kernel.repacked_size(matmul.n_rows, matmul.n_k));
+    std::vector<std::pair<std::int64_t, std::int64_t>> pieces;
+    for (std::int64_t begin = 0; begin < matmul.n_rows;) {
+        const std::int64_t end = begin + kernel.row_group * (1 + static_cast<std::int64_t>(random() % 3));
+        pieces.emplace_back(begin, std::min(end, matmul.n_rows));
+        begin = end;
+    }
+    std::shuffle(pieces.begin(), pieces.end(), random);
+    for (const auto &[begin, end] : pieces) {
+        kernel.repack(matmul, memory.get(), begin, end);
+    }
+    return memory;
+}
+
+void multiply_rows(const FormatKernel &kernel, const Buffers &buffers, const Matmul &matmul, const Cut &cut) {
+    for_each_piece(cut, matmul.n_rows, kernel.row_group, [&](std::int64_t begin, std::int64_t end) {
+        kernel.multiply(matmul, buffers.columns(), begin, end);
+    });
+}
+
+// From repacked weights, out of reach of the others, and with every row up to which caches may be filled.
+Floats repacked_results(const FormatKernel &kernel, Buffers &buffers, const Cut &cut) {
+    static const std::byte nothing{};
+    static Random random(9);
+    const Memory weights = repacked(kernel, buffers.matmul, random);
+    Matmul matmul = buffers.matmul;
+    matmul.weights = &nothing;
+    matmul.repacked = weights.get();
+    const std::int64_t rounded_up = (matmul.n_rows + kernel.row_group - 1) / kernel.row_group * kernel.row_group;
+    matmul.fetch_end = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(rounded_up + 1));
+    buffers.clear_results();
+    multiply_rows(kernel, buffers, matmul, cut);
+    return buffers.results();
+}
+
+// The results, [column][row], which repacked weights must have as well.
+Floats product(const Subject &subject, const Problem &problem, const Cut &cut = {}) {
+    const FormatKernel &kernel = subject.kernel();
+    Buffers buffers(subject, problem, cut);
+    for_each_piece(cut, problem.n_columns, 1, [&](std::int64_t begin, std::int64_t end) {
+        kernel.prepare(buffers.matmul, buffers.columns(), begin, end);
+    });
+    buffers.clear_results();
+    multiply_rows(kernel, buffers, buffers.matmul, cut);
+    Floats y = buffers.results();
+    CHECK_SUBJECT(subject, (kernel.repack != nullptr) == (kernel.repacked_size != nullptr), "repacks");
+    if (kernel.repack != nullptr) {
+        CHECK_SUBJECT(subject, same_bits(repacked_results(kernel, buffers, cut), y),
+                      "repacked: " + std::to_string(problem.n_rows) + " x " + std::to_string(problem.n_k) + ", " +
+                          std::to_string(problem.n_columns) + " columns");
+    }
+    return y;
 }
 
 // Columns and rows of a larger problem.
@@ -297,22 +392,7 @@ Problem part_of(const Layout &layout, const Problem &all, std::int64_t n_rows, s
     return {n_rows, all.n_k, n_columns, Bytes(all.weights.begin(), weights_end), Floats(x, x + n_columns * all.n_k)};
 }
 
-// ---- comparisons
-// ------------------------------------------------------------------------------------------------------
-
-// A format on an ISA.
-struct Subject {
-    const KernelTable &table;
-    const Layout &layout;
-
-    const FormatKernel &kernel() const { return *table.formats[static_cast<int>(layout.format)]; }
-
-    void check(bool ok, const std::string &what, int line) const {
-        check::report(ok, (std::string(table.isa) + " " + layout.name + ": " + what).c_str(), __FILE__, line);
-    }
-};
-
-#define CHECK_SUBJECT(subject, condition, what) (subject).check((condition), what, __LINE__)
+// ---- comparisons ----------------------------------------------------------------------------------------------------
 
 // Whether every result is within `tolerance` of the sum of its terms' sizes.
 bool is_close(const Floats &y, const Exact &exact, double tolerance) {
@@ -337,15 +417,14 @@ double relative_error(const Floats &y, const Exact &exact) {
 
 constexpr double rounding = 1e-6; // of sums in single precision, relative to the sizes of their terms
 
-// ---- tests
-// ------------------------------------------------------------------------------------------------------------
+// ---- tests ----------------------------------------------------------------------------------------------------------
 
 void rounded_columns_come_close(const Subject &subject) {
     const std::int64_t unit = subject.kernel().k_multiple;
     for (const std::int64_t n_k : {unit, 3 * unit, 1024 + unit, std::int64_t{3072}}) {
         const Problem problem = random_problem(subject.layout, 17, n_k, 9, false, 1);
         const Exact exact = exact_product(subject.layout, problem);
-        const Floats y = product(subject.kernel(), subject.layout, problem);
+        const Floats y = product(subject, problem);
         const bool rounds_columns = subject.kernel().columns_size(n_k, 1) != 0;
         CHECK_SUBJECT(subject, relative_error(y, exact) < (subject.layout.is_integer() ? 1e-2 : 4e-3),
                       "error " + std::to_string(relative_error(y, exact)) + " at " + std::to_string(n_k));
@@ -357,7 +436,7 @@ void exact_columns_have_exact_products(const Subject &subject) {
     const std::int64_t unit = subject.kernel().k_multiple;
     for (const std::int64_t n_k : {unit, 2 * unit, 1024 + unit, std::int64_t{3072}}) {
         const Problem problem = random_problem(subject.layout, 19, n_k, 6, true, 2);
-        const Floats y = product(subject.kernel(), subject.layout, problem);
+        const Floats y = product(subject, problem);
         CHECK_SUBJECT(subject, is_close(y, exact_product(subject.layout, problem), rounding), std::to_string(n_k));
     }
 }
@@ -366,15 +445,14 @@ void exact_columns_have_exact_products(const Subject &subject) {
 void widths_and_threads_do_not_matter(const Subject &subject) {
     constexpr std::int64_t n_rows = 83, n_columns = 71;
     const Problem all = random_problem(subject.layout, n_rows, 1024 + 256, n_columns, false, 3);
-    const Floats y = product(subject.kernel(), subject.layout, all);
+    const Floats y = product(subject, all);
     std::int64_t round = 0;
     for (const std::int64_t rows : {1, 15, 16, 17, 83}) {
         for (const std::int64_t columns : {1, 2, 3, 4, 5, 6, 7, 8, 9, 30, 60, 71}) {
             ++round;
             const std::int64_t first = 7 * round % (n_columns - columns + 1);
             const Cut cut{1 + round % 4, round % 2 == 0 ? std::size_t{3} : 0, round % 12 == 11};
-            const Floats part =
-                product(subject.kernel(), subject.layout, part_of(subject.layout, all, rows, first, columns), cut);
+            const Floats part = product(subject, part_of(subject.layout, all, rows, first, columns), cut);
             bool equal = true;
             for (std::int64_t c = 0; c < columns; ++c) {
                 equal = equal && std::memcmp(&part[static_cast<std::size_t>(c * rows)],
@@ -386,17 +464,45 @@ void widths_and_threads_do_not_matter(const Subject &subject) {
     }
 }
 
+// As the hook multiplies: any number of columns, rows that fill no group, rows of less and of more than a chunk.
+void repacked_weights_at_every_width(const Subject &subject) {
+    const std::int64_t unit = subject.kernel().k_multiple;
+    const std::int64_t lengths[] = {unit, 3 * unit, 1024, 1024 + unit, 2048 + 3 * unit};
+    for (std::int64_t columns = 1; columns <= 71; ++columns) {
+        const std::int64_t n_rows = 1 + 7 * columns % 41, n_k = lengths[columns % 5];
+        const Cut cut{1 + columns % 3, columns % 2 == 0 ? std::size_t{1} : 0, columns % 16 == 7};
+        product(subject, random_problem(subject.layout, n_rows, n_k, columns, false, 10), cut);
+    }
+}
+
+// As large as in the file, up to rounding, and a matrix takes whole groups.
+void repacked_weights_have_a_size(const Subject &subject) {
+    const FormatKernel &kernel = subject.kernel();
+    const auto group = static_cast<std::size_t>(kernel.row_group);
+    for (const std::int64_t units : {1, 2, 3, 7}) {
+        const std::int64_t n_k = units * kernel.k_multiple;
+        const std::size_t size = kernel.repacked_size(kernel.row_group, n_k),
+                          bytes = group * subject.layout.row_bytes(n_k);
+        CHECK_SUBJECT(subject, size >= bytes && size < bytes + 128, "a group of " + std::to_string(size) + " bytes");
+        for (const std::int64_t n_rows :
+             {std::int64_t{1}, kernel.row_group, kernel.row_group + 1, 5 * kernel.row_group}) {
+            const auto n_groups = (static_cast<std::size_t>(n_rows) + group - 1) / group;
+            CHECK_SUBJECT(subject, kernel.repacked_size(n_rows, n_k) == n_groups * size, "whole groups");
+        }
+    }
+}
+
 void nothing_gives_nothing(const Subject &subject) {
     const std::int64_t n_k = 2 * subject.kernel().k_multiple;
     Problem problem = random_problem(subject.layout, 9, n_k, 5, false, 4);
     std::fill_n(problem.x.begin(), n_k, 0.0F); // a column
     std::fill_n(problem.x.begin() + 2 * n_k, n_k, -0.0F);
-    Floats y = product(subject.kernel(), subject.layout, problem);
+    Floats y = product(subject, problem);
     for (std::size_t r = 0; r < 9; ++r) {
         CHECK_SUBJECT(subject, y[r] == 0.0F && y[9 + r] != 0.0F && y[18 + r] == 0.0F, "columns of zeros");
     }
     std::fill(problem.weights.begin(), problem.weights.end(), std::uint8_t{0}); // scales too
-    y = product(subject.kernel(), subject.layout, problem);
+    y = product(subject, problem);
     CHECK_SUBJECT(subject, std::all_of(y.begin(), y.end(), [](float number) { return number == 0.0F; }),
                   "weights of zeros");
 }
@@ -418,7 +524,7 @@ void extremes_do_not_overflow(const Subject &subject) {
                     write_half(&problem.weights[unit + at], scale);
                 }
             }
-            const Floats y = product(subject.kernel(), subject.layout, problem);
+            const Floats y = product(subject, problem);
             CHECK_SUBJECT(subject, is_close(y, exact_product(subject.layout, problem), rounding),
                           "bytes " + std::to_string(byte) + ", scale " + std::to_string(scale));
         }
@@ -436,7 +542,7 @@ void columns_of_any_size(const Subject &subject) {
         for (double &size : exact.sizes) {
             size += 1e-26;
         }
-        const Floats y = product(subject.kernel(), subject.layout, problem);
+        const Floats y = product(subject, problem);
         CHECK_SUBJECT(subject, is_close(y, exact, 1e-2), "columns times " + std::to_string(std::log10(factor)));
     }
 }
@@ -449,6 +555,11 @@ void check_format(const Subject &subject) {
     nothing_gives_nothing(subject);
     if (subject.layout.is_integer()) { // any bytes are numbers
         extremes_do_not_overflow(subject);
+    }
+    CHECK_SUBJECT(subject, (subject.kernel().repack != nullptr) == subject.layout.is_integer(), "what is repacked");
+    if (subject.kernel().repack != nullptr) {
+        repacked_weights_at_every_width(subject);
+        repacked_weights_have_a_size(subject);
     }
     columns_of_any_size(subject);
 }
