@@ -445,6 +445,9 @@ def ggml_version() -> str:
 def kernel_products() -> int:
     """Matrix products computed by the kernels so far."""
 
+def kernel_attentions() -> int:
+    """Attention of layers computed by the kernels so far."""
+
 def kernel_product(
     type: str,
     weights: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],

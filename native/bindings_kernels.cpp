@@ -73,6 +73,7 @@ void bind_kernels(nb::module_ &m) {
         "Give a model's matrices to the kernels. Repacked ones are those whose names are not among the lookups.");
     m.def("ggml_version", &ggml_version, "Version of the ggml library in this process.");
     m.def("kernel_products", &n_products, "Matrix products computed by the kernels so far.");
+    m.def("kernel_attentions", &n_attentions, "Attention of layers computed by the kernels so far.");
     m.def(
         "kernel_product", &product_of, "type"_a, "weights"_a, "x"_a, "n_rows"_a, "ours"_a, "repack"_a, "limit"_a.none(),
         "n_threads"_a,

@@ -273,7 +273,7 @@ def test_other_architectures(tiny: Callable[..., Path], arch: str) -> None:
 
 
 def test_a_file_with_types_that_have_no_kernel(mixed: Path) -> None:
-    """What has a kernel is taken over, llama.cpp repacks the rest."""
+    """What has a kernel is taken over, llama.cpp repacks the rest; attention is ours behind matrices that are not."""
     types = {tensor.type_name for tensor in gguf.preflight(mixed).tensors.values() if len(tensor.shape) == 2}
     assert types - kernels.FORMATS
     with TargetModel(str(mixed), FAST) as fast, TargetModel(str(mixed), STOCK) as stock:
@@ -281,7 +281,13 @@ def test_a_file_with_types_that_have_no_kernel(mixed: Path) -> None:
         assert not fast.kernels.complete
         assert str(fast.kernels).endswith("; llama.cpp's for the rest")
         assert set(fast.kernels.matrices) <= types & kernels.FORMATS
-        assert difference(logits(fast), logits(stock)) < TOLERANCE["Q8_0"]
+        queries = [tensor.type_name for name, tensor in fast.header.tensors.items() if "attn_q.weight" in name]
+        assert not set(queries) & kernels.FORMATS
+        before = native.kernel_attentions()
+        wanted = logits(stock)
+        assert native.kernel_attentions() == before
+        assert difference(logits(fast), wanted) < TOLERANCE["Q8_0"]
+        assert native.kernel_attentions() >= before + len(queries)
 
 
 def test_all_parts_of_a_split_file_count(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ using TensorMap = const std::vector<std::pair<std::string, ggml_tensor *>> &(*)(
 
 Barrier barrier = nullptr;
 TensorMap tensor_map = nullptr;
-std::atomic<std::int64_t> products{0};
+std::atomic<std::int64_t> products{0}, attentions{0};
 
 constexpr std::int64_t bytes_at_a_time = 8192; // of weights: some hundred nanoseconds
 constexpr std::int64_t shared_from = 16;       // columns; fewer are prepared by every thread, which saves a barrier
@@ -94,7 +94,7 @@ class Attend;
 // The products of a matrix that was taken over, which points here.
 class Products final : public TensorTraits {
   public:
-    const FormatKernel *const kernel;
+    const FormatKernel *const kernel;    // null: ggml's products, and only attention behind them is ours
     Attend *const attention;             // of the same instruction set
     const std::byte *repacked = nullptr; // null: the weights are used as they are
 
@@ -153,6 +153,9 @@ class Attend final : public TensorTraits {
         kernel->attend(task, partial, i, threads);
         barrier(params->threadpool);
         kernel->combine(task, partial, n_outputs * i / threads, n_outputs * (i + 1) / threads);
+        if (i == 0) {
+            attentions.fetch_add(1, std::memory_order_relaxed);
+        }
         return true;
     }
 
@@ -273,7 +276,8 @@ class Entry final : public ExtraBufferType {
 
     TensorTraits *get_tensor_traits(const ggml_tensor *op) override {
         if (op->op == GGML_OP_MUL_MAT) {
-            return op->src[0]->extra != nullptr && is_plain_product(op) ? marks().of(op->src[0]) : nullptr;
+            Products *const found = op->src[0]->extra == nullptr ? nullptr : marks().of(op->src[0]);
+            return found != nullptr && found->kernel != nullptr && is_plain_product(op) ? found : nullptr;
         }
         if (op->op == GGML_OP_FLASH_ATTN_EXT) {
             Attend *const found = attention_behind(op);
@@ -343,19 +347,20 @@ bool can_be_taken(const ggml_tensor *tensor) {
 // A matrix on its way to the kernels.
 struct Candidate {
     ggml_tensor *tensor;
-    const FormatKernel *kernel;
+    const FormatKernel *kernel; // null where there is none
 };
 
 std::vector<Candidate> candidates_among(const std::vector<ggml_tensor *> &tensors, const KernelTable &table) {
     std::vector<Candidate> found;
     for (ggml_tensor *const tensor : tensors) {
-        const int format = format_of(tensor->type);
-        const FormatKernel *const kernel = format < 0 ? nullptr : table.formats[format];
-        if (kernel != nullptr && can_be_taken(tensor) && tensor->ne[0] % kernel->k_multiple == 0) {
-            found.push_back({tensor, kernel});
+        if (can_be_taken(tensor)) {
+            const int format = format_of(tensor->type);
+            const FormatKernel *const kernel = format < 0 ? nullptr : table.formats[format];
+            found.push_back({tensor, kernel != nullptr && tensor->ne[0] % kernel->k_multiple == 0 ? kernel : nullptr});
         }
     }
-    return found;
+    const auto has_kernel = [](const Candidate &each) { return each.kernel != nullptr; };
+    return std::any_of(found.begin(), found.end(), has_kernel) ? found : std::vector<Candidate>{};
 }
 
 } // namespace
@@ -413,7 +418,7 @@ std::unique_ptr<Taken> take(const std::vector<ggml_tensor *> &weights, const Tak
     std::vector<Repacking> repackings;
     for (const Candidate &each : candidates) {
         const bool wanted = settings.repack && settings.lookups.count(each.tensor->name) == 0;
-        if (wanted && each.kernel->repack != nullptr) {
+        if (wanted && each.kernel != nullptr && each.kernel->repack != nullptr) {
             repackings.push_back({rows_of(each.tensor), each.kernel, is_mapped(each.tensor)});
         }
     }
@@ -429,7 +434,9 @@ std::unique_ptr<Taken> take(const std::vector<ggml_tensor *> &weights, const Tak
         mark->repacked = taken->memory->repacked.of(each.tensor->data);
         taken->memory->marks.push_back(mark);
         each.tensor->extra = mark;
-        ++taken->matrices[ggml_type_name(each.tensor->type)];
+        if (each.kernel != nullptr) {
+            ++taken->matrices[ggml_type_name(each.tensor->type)];
+        }
     }
     return taken;
 }
@@ -445,5 +452,7 @@ std::unique_ptr<Taken> take_over(const llama_model *model, const TakeSettings &s
 }
 
 std::int64_t n_products() { return products.load(std::memory_order_relaxed); }
+
+std::int64_t n_attentions() { return attentions.load(std::memory_order_relaxed); }
 
 } // namespace esp::kernels

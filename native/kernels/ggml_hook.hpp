@@ -42,7 +42,8 @@ class Taken {
     std::unique_ptr<Memory> memory;
 };
 
-// Hands matrices to the kernels: those that have kernels and lie in host memory, in no extra buffer type. Repacked
+// Hands matrices to the kernels: those that have kernels and lie in host memory, in no extra buffer type. If there is
+// any, attention behind all such matrices is ours, too. Repacked
 // weights that are mapped from a file need not stay in memory: their pages are given back, and read again when needed.
 // Throws std::bad_alloc where the memory for repacked weights cannot be had; then nothing was taken.
 std::unique_ptr<Taken> take(const std::vector<ggml_tensor *> &weights, const TakeSettings &settings);
@@ -52,5 +53,8 @@ std::unique_ptr<Taken> take_over(const llama_model *model, const TakeSettings &s
 
 // Matrix products computed here so far, in all contexts.
 std::int64_t n_products();
+
+// The same of attention.
+std::int64_t n_attentions();
 
 } // namespace esp::kernels
