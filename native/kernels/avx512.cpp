@@ -10,8 +10,8 @@ namespace {
 // Products of bytes multiply unsigned weights with signed columns and add fours to 32 bits.
 struct Avx512 {
     static constexpr int rows = 16, planes = 1, columns_a_tile = 8;
-    // twenty sums, five columns and a weight in 32 registers
-    static constexpr int float_rows = 4, float_columns = 5, float_step = 16;
+    // 24 sums, six columns and a weight in 32 registers
+    static constexpr int float_rows = 4, float_columns = 6, float_step = 16;
 
     template <typename F> static constexpr std::int32_t zero_point = F::is_signed ? 128 : F::zero_point;
 
