@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_fakes import Program, make_program, one_error
+from script_modules import load_script
 
 from esp_edge.bench.parity import Clock, parity, parity_plan
 from esp_edge.bench.questions import Question
@@ -188,12 +187,7 @@ def test_an_explanation_says_less_where_drafting_lost_and_nothing_without_passes
 
 @pytest.fixture(scope="module")
 def gpu_parity() -> Any:
-    loader = SourceFileLoader("gpu_parity", str(Path(__file__).parent.parent / "scripts" / "gpu_parity"))
-    spec = spec_from_loader("gpu_parity", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return load_script("gpu_parity")
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
 import pytest
+from script_modules import load_script
 
 from esp_edge.bench import parity as bench
 from esp_edge.bench.parity import OWN_QUESTIONS, Clock, in_turn, parity, parity_plan
@@ -29,12 +28,7 @@ NO_LIMIT = 1e6
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    loader = SourceFileLoader("gpu_parity", str(SCRIPTS / "gpu_parity"))
-    spec = spec_from_loader("gpu_parity", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return load_script("gpu_parity")
 
 
 @pytest.fixture

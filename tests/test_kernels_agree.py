@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from script_modules import load_script
 
 import esp_edge
 from esp_edge import ModelConfig
@@ -38,14 +37,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def script() -> Any:
-    loader = SourceFileLoader("kernels_agree", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("kernels_agree", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
-    loader.exec_module(module)
-    sys.dont_write_bytecode = before
-    return module
+    return load_script("kernels_agree")
 
 
 @pytest.fixture

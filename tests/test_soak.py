@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import signal
 import subprocess
 import sys
 import time
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import pytest
+from script_modules import load_script
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "soak"
 
 
 @pytest.fixture(scope="module")
 def soak() -> Any:
-    loader = SourceFileLoader("soak_script", str(SCRIPT))
-    spec = importlib.util.spec_from_loader("soak_script", loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["soak_script"] = module  # its dataclasses look there
-    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
-    loader.exec_module(module)
-    sys.dont_write_bytecode = before
-    return module
+    return load_script("soak")
 
 
 class Scripted:

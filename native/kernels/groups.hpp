@@ -132,7 +132,7 @@ template <typename F, typename Isa> class RepackedRows {
     static constexpr std::size_t n_fours = (F::unit_bytes - 2 * F::n_halves) / 4;
     static constexpr std::size_t fours_at = F::halves_at == 0 ? 2 * F::n_halves : 0; // within a unit
     static constexpr std::size_t unit_bytes = vector * n_fours;
-    static constexpr std::size_t ahead = 8192; // bytes, that is some hundred cycles per cache line
+    static constexpr std::size_t ahead = 8192; // bytes; from 4096 on it makes no difference
     static_assert(F::halves_at == 0 || F::halves_at == 4 * n_fours, "half-precision numbers come first or last");
 
     static std::int64_t units(std::int64_t n_k) { return n_k / (32 * F::blocks_a_unit); }
