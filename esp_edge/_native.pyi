@@ -89,7 +89,7 @@ class BatchPass:
     def start(self, by_id: bool) -> None:
         """Forget the rows of the last pass."""
 
-    def decode(self) -> int:
+    def decode(self, arg: bool, /) -> int:
         """llama_decode's status"""
 
     def clear_memory(self) -> None:
@@ -122,6 +122,7 @@ class DecodeStep:
         | None,
         pad_rows: int,
         by_id: bool,
+        may_defer_head: bool = False,
     ) -> int: ...
     def append(
         self,
@@ -194,6 +195,10 @@ class DecodeStep:
     def n_past(self) -> int: ...
     @property
     def n_active(self) -> int: ...
+    @property
+    def n_head_rows(self) -> int:
+        """Rows of the last pass whose logits were computed so far."""
+
     @property
     def decode_us(self) -> float: ...
 

@@ -359,7 +359,7 @@ class Session(Drafting):
             self.close()
             self._context = self.model.new_context(needed)
             self.token_ids = []
-            self._step = Step(self._context, config.impl)
+            self._step = Step(self._context, config.impl, defer_head=self.model.config.defer_head)
         elif self._step.impl != config.impl:
             self._step.impl = config.impl
 

@@ -140,11 +140,13 @@ class Step:
         in_order: whether cells stay in position order; on the CPU they do.
     """
 
-    def __init__(self, context: CacheView, impl: str = "efficient") -> None:
+    def __init__(self, context: CacheView, impl: str = "efficient", *, defer_head: bool = False) -> None:
+        """``defer_head``: a pass of its own may compute logits when they are asked for, where that costs less."""
         capability = context.model.capability
         self._context = context
         self._n_batch = BATCH_ROWS
         self.impl = impl
+        self._defer_head = defer_head
         self.exact = context.model.config.exact
         self._pads_lone_rows = context.model.pads_lone_rows
         self.in_order = self.exact or not offloads(context.model.config)
@@ -251,6 +253,7 @@ class Step:
             *self._mask_input(tree),
             1 if self._pads_lone_rows and tree.n_rows == 1 else 0,
             self.takes_ids(tree),
+            self._defer_head,
         )
         self._check(status)
         self._tree = tree

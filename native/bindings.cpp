@@ -90,8 +90,10 @@ esp::DecodeStep::Input input_of(const esp::DecodeStep &step, const esp::TreeLayo
 }
 
 int run(esp::DecodeStep &step, const esp::TreeLayout &layout, const Ints &tokens, const Ints &refeed,
-        const std::optional<Matrix> &masks, const std::optional<Ints> &mask_index, std::int32_t pad_rows, bool by_id) {
+        const std::optional<Matrix> &masks, const std::optional<Ints> &mask_index, std::int32_t pad_rows, bool by_id,
+        bool may_defer_head) {
     esp::DecodeStep::Input input = input_of(step, layout, tokens, refeed, masks, mask_index, pad_rows);
+    input.may_defer_head = may_defer_head;
     input.kind = by_id ? esp::InputKind::ids : esp::InputKind::embeddings;
     nb::gil_scoped_release release;
     return step.run(input);
@@ -112,7 +114,16 @@ nb::bytes save(esp::DecodeStep &step) {
     return nb::bytes(data.data(), data.size());
 }
 
-auto top_k(const esp::DecodeStep &step, const Ints &rows, std::int32_t k, bool sketch) {
+// Others run while a deferred head is computed.
+const float *logits_of(esp::DecodeStep &step, std::int32_t row) {
+    if (!step.is_waiting(row)) {
+        return step.logits(row);
+    }
+    nb::gil_scoped_release release;
+    return step.logits(row);
+}
+
+auto top_k(esp::DecodeStep &step, const Ints &rows, std::int32_t k, bool sketch) {
     if (k < 1 || k > step.n_vocab()) {
         throw std::invalid_argument("top_k needs 1 <= k <= n_vocab");
     }
@@ -120,8 +131,12 @@ auto top_k(const esp::DecodeStep &step, const Ints &rows, std::int32_t k, bool s
     auto logprobs = new_array<float>(rows.shape(0), k);
     const auto n = static_cast<std::size_t>(step.n_vocab());
     const auto width = static_cast<std::size_t>(k);
+    if (rows.shape(0) > 0 && step.is_waiting(rows(0))) {
+        nb::gil_scoped_release release;
+        step.need(rows.data(), rows.shape(0));
+    }
     for (std::size_t i = 0; i < rows.shape(0); ++i) {
-        const float *logits = step.logits(rows(i));
+        const float *logits = logits_of(step, rows(i));
         float *values = logprobs.data() + i * width;
         if (sketch) {
             esp::top_k_sketch(logits, n, width, ids.data() + i * width, values);
@@ -136,16 +151,16 @@ auto top_k(const esp::DecodeStep &step, const Ints &rows, std::int32_t k, bool s
     return nb::make_tuple(ids, logprobs);
 }
 
-double logprob(const esp::DecodeStep &step, std::int32_t row, std::int32_t token) {
+double logprob(esp::DecodeStep &step, std::int32_t row, std::int32_t token) {
     if (token < 0 || token >= step.n_vocab()) {
         throw std::out_of_range("token id outside the vocabulary");
     }
-    const float *logits = step.logits(row);
+    const float *logits = logits_of(step, row);
     return logits[token] - esp::log_sum_exp(logits, static_cast<std::size_t>(step.n_vocab()));
 }
 
-auto logits_copy(const esp::DecodeStep &step, std::int32_t row) {
-    const float *logits = step.logits(row);
+auto logits_copy(esp::DecodeStep &step, std::int32_t row) {
+    const float *logits = logits_of(step, row);
     auto out = new_array<float>(step.n_vocab());
     std::copy(logits, logits + step.n_vocab(), out.data());
     return out;
@@ -221,7 +236,7 @@ void bind_step(nb::module_ &m) {
             },
             "tokens"_a, "chunk"_a)
         .def("run", &run, "layout"_a, "tokens"_a, "refeed"_a, "masks"_a.none(), "mask_index"_a.none(), "pad_rows"_a,
-             "by_id"_a)
+             "by_id"_a, "may_defer_head"_a = false)
         .def("append", &append, "batch"_a, "layout"_a, "tokens"_a, "refeed"_a, "masks"_a.none(), "mask_index"_a.none(),
              "pad_rows"_a, nb::keep_alive<1, 2>(), "The rows of run, as part of a shared pass.")
         .def(
@@ -256,23 +271,24 @@ void bind_step(nb::module_ &m) {
         .def("forget", &DecodeStep::forget, "Start over after the whole memory was cleared.")
         .def(
             "argmax",
-            [](const DecodeStep &self, std::int32_t row) {
-                return esp::argmax(self.logits(row), static_cast<std::size_t>(self.n_vocab()));
+            [](DecodeStep &self, std::int32_t row) {
+                return esp::argmax(logits_of(self, row), static_cast<std::size_t>(self.n_vocab()));
             },
             "row"_a)
         .def(
-            "top_k",
-            [](const DecodeStep &self, const Ints &rows, std::int32_t k) { return top_k(self, rows, k, false); },
+            "top_k", [](DecodeStep &self, const Ints &rows, std::int32_t k) { return top_k(self, rows, k, false); },
             "rows"_a, "k"_a)
         .def(
             "top_k_sketch",
-            [](const DecodeStep &self, const Ints &rows, std::int32_t k) { return top_k(self, rows, k, true); },
-            "rows"_a, "k"_a, "top_k with estimated log-probabilities, in a fraction of its time.")
+            [](DecodeStep &self, const Ints &rows, std::int32_t k) { return top_k(self, rows, k, true); }, "rows"_a,
+            "k"_a, "top_k with estimated log-probabilities, in a fraction of its time.")
         .def("logprob", &logprob, "row"_a, "token"_a)
         .def("logits", &logits_copy, "row"_a, "A copy; for tests and analysis.")
         .def("stored", &DecodeStep::stored, "sequence"_a)
         .def_prop_ro("n_past", &DecodeStep::n_past)
         .def_prop_ro("n_active", &DecodeStep::n_active)
+        .def_prop_ro("n_head_rows", &DecodeStep::n_head_rows,
+                     "Rows of the last pass whose logits were computed so far.")
         .def_prop_ro("decode_us", &DecodeStep::decode_us);
 }
 
@@ -381,8 +397,8 @@ void bind_sampler(nb::module_ &m) {
             "model"_a, "params"_a)
         .def(
             "pick",
-            [](Sampler &self, const esp::DecodeStep &step, std::int32_t row, std::uint64_t position) {
-                const float *const logits = step.logits(row);
+            [](Sampler &self, esp::DecodeStep &step, std::int32_t row, std::uint64_t position) {
+                const float *const logits = logits_of(step, row);
                 if (!self.may_be_slow()) {
                     return self.pick(logits, position);
                 }

@@ -82,6 +82,7 @@ SAMPLES: dict[str, str] = {
     "log_level": "info",
     "kernels": "stock",
     "no_repack": "",
+    "no_defer_head": "",
     "rpc": "127.0.0.1:50052",
 }
 HIDDEN = ("api_key", "print_config")  # the one is never printed, the other prints

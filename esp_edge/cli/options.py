@@ -151,6 +151,9 @@ class LoadOptions:
     no_repack: Annotated[
         bool, _load("-nr", "--no-repack", text="Our kernels read the file's own pages: slower, and shared memory.")
     ] = False
+    no_defer_head: Annotated[
+        bool, _load("--no-defer-head", text="Compute the output head for all rows of a pass, read or not.")
+    ] = False
     rpc: Annotated[
         str, _load("--rpc", metavar="HOST:PORT,...", text="llama.cpp RPC servers that take layers; with -ngl.")
     ] = _MODEL.rpc
@@ -173,6 +176,7 @@ class LoadOptions:
             exact=self.exact,
             kernels=self.kernels,
             repack=not self.no_repack,
+            defer_head=not self.no_defer_head,
             rpc=self.rpc,
         )
 

@@ -11,6 +11,7 @@
 
 #include "ggml-backend.h"
 #include "ggml.h"
+#include "kernels/deferred_head.hpp"
 #include "kernels/kernels.hpp"
 #include "kernels/repacking.hpp"
 #include "kernels/shares.hpp"
@@ -101,6 +102,7 @@ class Products final : public TensorTraits {
     Products(const FormatKernel *of, Attend *beside) : kernel(of), attention(beside) {}
 
     bool work_size(int n_threads, const ggml_tensor *op, std::size_t &size) override {
+        const_cast<ggml_tensor *>(op)->extra = DeferredHead::for_product(op); // read by all threads of the pass
         const Matmul matmul = matmul_of(op);
         const auto copies = static_cast<std::size_t>(matmul.n_columns < shared_from ? n_threads : 1);
         size = kernel->columns_size(matmul.n_k, matmul.n_columns) * copies + 64;
@@ -108,6 +110,10 @@ class Products final : public TensorTraits {
     }
 
     bool compute_forward(ggml_compute_params *params, ggml_tensor *op) override {
+        if (op->extra != nullptr) {
+            static_cast<DeferredHead *>(op->extra)->keep(op, params->ith, params->nth);
+            return true;
+        }
         Matmul matmul = matmul_of(op);
         matmul.repacked = repacked;
         std::byte *columns = aligned(params->wdata);

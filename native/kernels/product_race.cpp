@@ -12,6 +12,7 @@
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
 #include "ggml.h"
+#include "kernels/cpu_device.hpp"
 #include "kernels/ggml_hook.hpp"
 
 namespace esp::kernels {
@@ -27,13 +28,6 @@ void require(bool ok, const std::string &message) {
     if (!ok) {
         throw std::invalid_argument(message);
     }
-}
-
-template <typename T> T *made(T *result, const char *what) {
-    if (result == nullptr) {
-        throw std::runtime_error(std::string("ggml cannot make ") + what);
-    }
-    return result;
 }
 
 bool same_name(const std::string &given, const char *name) {
@@ -66,32 +60,8 @@ void check_columns(std::int64_t n_columns) {
     require(n_columns >= 1 && n_columns <= most_columns, "columns must be between 1 and 512");
 }
 
-// ggml's CPU device, found by name as llama.cpp does: the backend may be a library of its own.
-struct Cpu {
-    ggml_backend_dev_t device;
-    ggml_backend_ptr backend;
-    ggml_backend_buffer_type_t plain;
-
-    explicit Cpu(int n_threads)
-        : device(made(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), "a CPU backend")),
-          backend(made(ggml_backend_dev_init(device, nullptr), "a CPU backend")),
-          plain(ggml_backend_dev_buffer_type(device)) {
-        void *const function = question("ggml_backend_set_n_threads");
-        made(function, "a CPU backend with a number of threads");
-        reinterpret_cast<ggml_backend_set_n_threads_t>(function)(backend.get(), n_threads);
-    }
-
-    void *question(const char *name) const {
-        return ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), name);
-    }
-};
-
-ggml_context_ptr new_context(std::size_t n_bytes) {
-    return ggml_context_ptr(made(ggml_init({n_bytes, nullptr, true}), "a context"));
-}
-
 // Whether llama.cpp would keep such a matrix in buffers of this type: it asks in the same way.
-bool is_home_of(ggml_backend_buffer_type_t buffers, const Cpu &cpu, ggml_type type, const MatrixShape &shape) {
+bool is_home_of(ggml_backend_buffer_type_t buffers, const CpuDevice &cpu, ggml_type type, const MatrixShape &shape) {
     const ggml_context_ptr context = new_context(8 * ggml_tensor_overhead());
     ggml_tensor *const weights = ggml_new_tensor_2d(context.get(), type, shape.n_k, shape.n_rows);
     ggml_tensor *const x = ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, shape.n_k, 512);
@@ -102,7 +72,7 @@ bool is_home_of(ggml_backend_buffer_type_t buffers, const Cpu &cpu, ggml_type ty
 }
 
 // The buffer type in which llama.cpp would keep such a matrix.
-ggml_backend_buffer_type_t home_of(const Cpu &cpu, ggml_type type, const MatrixShape &shape) {
+ggml_backend_buffer_type_t home_of(const CpuDevice &cpu, ggml_type type, const MatrixShape &shape) {
     void *const function = cpu.question("ggml_backend_dev_get_extra_bufts");
     if (function != nullptr) {
         auto *at = reinterpret_cast<ggml_backend_dev_get_extra_bufts_t>(function)(cpu.device);
@@ -150,8 +120,7 @@ class Weights {
 // The products of all copies with the same columns, as one graph.
 class Graph {
   public:
-    Graph(const Cpu &cpu, const Weights &weights, std::int64_t n_k, std::int64_t n_columns)
-        : backend_(cpu.backend.get()) {
+    Graph(const CpuDevice &cpu, const Weights &weights, std::int64_t n_k, std::int64_t n_columns) : device_(&cpu) {
         const std::size_t n = weights.copies.size();
         context_ = new_context((n + 2) * ggml_tensor_overhead() + ggml_graph_overhead_custom(n + 8, false));
         x_ = ggml_new_tensor_2d(context_.get(), GGML_TYPE_F32, n_k, n_columns);
@@ -165,11 +134,7 @@ class Graph {
 
     void set_columns(const float *x) { ggml_backend_tensor_set(x_, x, 0, ggml_nbytes(x_)); }
 
-    void compute() {
-        if (ggml_backend_graph_compute(backend_, graph_) != GGML_STATUS_SUCCESS) {
-            throw std::runtime_error("ggml cannot compute the product");
-        }
-    }
+    void compute() const { device_->compute(graph_); }
 
     std::vector<float> result() const {
         std::vector<float> y(static_cast<std::size_t>(ggml_nelements(y_)));
@@ -178,7 +143,7 @@ class Graph {
     }
 
   private:
-    ggml_backend_t backend_;
+    const CpuDevice *device_;
     ggml_context_ptr context_;
     ggml_backend_buffer_ptr buffer_;
     ggml_cgraph *graph_ = nullptr;
@@ -217,7 +182,7 @@ MatrixShape part_of(const MatrixShape &shape, ggml_type type, std::size_t n_byte
 // One side of a race: copies of the matrix, and a graph for each number of columns.
 class Racer {
   public:
-    Racer(const Cpu &cpu, Weights weights, const std::vector<int> &columns, const MatrixShape &shape)
+    Racer(const CpuDevice &cpu, Weights weights, const std::vector<int> &columns, const MatrixShape &shape)
         : weights_(std::move(weights)) {
         const int most = *std::max_element(columns.begin(), columns.end());
         const std::vector<float> x = some_floats(static_cast<std::size_t>(shape.n_k * most));
@@ -270,7 +235,7 @@ std::vector<float> product(const MatrixShape &shape, const std::byte *weights, s
     check_columns(n_columns);
     require(n_bytes == ggml_row_size(type, shape.n_k) * static_cast<std::size_t>(shape.n_rows),
             "the weights have another size than their shape says");
-    const Cpu cpu(settings.n_threads);
+    const CpuDevice cpu(settings.n_threads);
     Weights matrix(settings.ours ? cpu.plain : home_of(cpu, type, shape), type, shape, 1);
     matrix.fill(weights);
     if (settings.ours) {
@@ -287,7 +252,7 @@ RaceTimes race(const MatrixShape &shape, const std::vector<int> &columns, const 
     require(!columns.empty() && columns.size() <= most_sizes, "1 to 16 numbers of columns are needed");
     std::for_each(columns.begin(), columns.end(), check_columns);
     require(settings.n_bytes <= std::size_t{1} << 32, "a side may take 4 GiB at most");
-    const Cpu cpu(settings.n_threads);
+    const CpuDevice cpu(settings.n_threads);
     const MatrixShape part = part_of(shape, type, settings.n_bytes);
     const std::vector<std::byte> numbers = some_weights(type, part);
     const std::size_t n = std::clamp<std::size_t>(settings.n_bytes / numbers.size(), 1, most_copies);

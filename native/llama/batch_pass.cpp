@@ -1,6 +1,8 @@
 #include "llama/batch_pass.hpp"
 
+#include <algorithm>
 #include <chrono>
+#include <optional>
 #include <stdexcept>
 
 namespace esp {
@@ -14,6 +16,7 @@ void BatchPass::start(InputKind kind) {
     }
     kind_ = kind;
     ran_ = false;
+    is_computed_.clear();
     ++serial_;
     shrink(0);
 }
@@ -54,7 +57,7 @@ void BatchPass::shrink(std::int32_t n_rows) {
     }
 }
 
-int BatchPass::decode() {
+int BatchPass::decode(bool defer_head) {
     const std::size_t n = pos_.size();
     n_sequences_.resize(n);
     sequence_ptr_.resize(n);
@@ -72,14 +75,46 @@ int BatchPass::decode() {
     batch.seq_id = sequence_ptr_.data();
     batch.logits = output_.data();
     const auto start = std::chrono::steady_clock::now();
+    std::optional<kernels::DeferredHead::Scope> scope;
+    if (defer_head) {
+        scope.emplace(head_);
+    }
     const int status = llama_decode(ctx_, batch);
     if (status == 0) {
         llama_synchronize(ctx_);
+    }
+    if (defer_head && status == 0) {
+        is_computed_.assign(static_cast<std::size_t>(head_.n_rows()), 0);
     }
     last_us_ = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
     decode_us_ += last_us_;
     ran_ = status == 0;
     return status;
+}
+
+// llama.cpp keeps logits side by side, in the order of the rows that have any.
+std::size_t BatchPass::output_number(std::int32_t row) const {
+    return static_cast<std::size_t>(std::count(output_.begin(), output_.begin() + row, 1));
+}
+
+bool BatchPass::is_waiting(std::int32_t row) const { return is_deferred() && is_computed_[output_number(row)] == 0; }
+
+std::int32_t BatchPass::need(std::int32_t row, std::int32_t n) {
+    while (n > 0 && !is_waiting(row)) {
+        ++row;
+        --n;
+    }
+    while (n > 0 && !is_waiting(row + n - 1)) {
+        --n;
+    }
+    if (n > 0) {
+        const auto first = output_number(row), count = static_cast<std::size_t>(n);
+        const auto at = is_computed_.begin() + static_cast<std::ptrdiff_t>(first);
+        head_.compute(static_cast<std::int64_t>(first), n, llama_get_logits_ith(ctx_, row),
+                      llama_n_threads_batch(ctx_));
+        std::fill_n(at, count, 1);
+    }
+    return n;
 }
 
 } // namespace esp

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/deferred_head.hpp"
 #include "llama.h"
 #include "llama/embedding_table.hpp"
 
@@ -29,8 +30,15 @@ class BatchPass {
     void set_vector(const float *vector);
     void shrink(std::int32_t n_rows); // drops the rows from n_rows on
 
-    // Runs the pass. Returns llama_decode's status (0 = done, 1 = no room, 2 = aborted, negative = failed).
-    int decode();
+    // Runs the pass. Returns llama_decode's status (0 = done, 1 = no room, 2 = aborted, negative = failed). With
+    // defer_head, and where our kernels compute the output head, logits wait until they are needed.
+    int decode(bool defer_head = false);
+
+    // Makes the logits of rows [row, row + n) readable, all of them wanted ones of a pass that ran. Returns the number
+    // of rows that were computed for it: none where the head was not deferred, or where they were before.
+    std::int32_t need(std::int32_t row, std::int32_t n);
+    bool is_deferred() const { return !is_computed_.empty(); }
+    bool is_waiting(std::int32_t row) const; // for need
 
     InputKind kind() const { return kind_; }
     std::int32_t n_rows() const { return static_cast<std::int32_t>(pos_.size()); }
@@ -61,6 +69,11 @@ class BatchPass {
     std::vector<llama_seq_id> sequences_;
     std::vector<std::int32_t> n_sequences_;
     std::vector<llama_seq_id *> sequence_ptr_;
+
+    std::size_t output_number(std::int32_t row) const;
+
+    kernels::DeferredHead head_;
+    std::vector<char> is_computed_; // by number among the rows with logits; empty where all are
 };
 
 } // namespace esp

@@ -1,6 +1,7 @@
 #include "llama/decode_step.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -172,6 +173,10 @@ void DecodeStep::append(BatchPass &pass, const Input &input) {
     n_pads_ = input.pad_rows;
     pending_ = *input.layout;
     appended_ = true;
+    if (was_read_.size() > 1) {
+        reads_all_ = std::find(was_read_.begin(), was_read_.end(), 0) == was_read_.end();
+    }
+    was_read_.assign(static_cast<std::size_t>(pending_.n_nodes), 0);
 }
 
 void DecodeStep::settle(BatchPass &pass) {
@@ -182,6 +187,7 @@ void DecodeStep::settle(BatchPass &pass) {
     if (pass.ran() && appended_) {
         layout_ = &pending_;
         n_logit_rows_ = pending_.n_rows();
+        n_head_rows_ = pass.is_deferred() ? 0 : n_logit_rows_;
     } else if (pass.ran()) {
         n_past_ += n_prefill_;
     }
@@ -195,9 +201,29 @@ int DecodeStep::run(const Input &input) {
     }
     own_.start(input.kind);
     append(own_, input);
-    const int status = own_.decode();
+    const int status = own_.decode(defers_head(input));
     settle(own_);
     return status;
+}
+
+// Whether a deferred head is expected to cost less, when this pass is read as the last one was: all its nodes, because
+// the drafter learns from them, or the accepted path; and the masks of one owner.
+bool DecodeStep::defers_head(const Input &input) {
+    if (!input.may_defer_head) {
+        return false;
+    }
+    if (head_way_ != HeadPolicy::Way::in_pass && head_us_ > 0.0) {
+        head_policy_.observe(head_way_, n_way_rows_, head_us_);
+    }
+    head_way_ = HeadPolicy::Way::in_pass;
+    head_us_ = 0.0;
+    const TreeLayout &layout = *input.layout;
+    const std::int32_t n_nodes = layout.n_nodes, n_masks = layout.n_rows() - n_nodes;
+    const std::int32_t first = reads_all_ ? n_nodes : std::min(n_nodes, HeadPolicy::rows_at_once);
+    const std::int32_t later = n_masks > 0 ? part_end(n_nodes) - n_nodes : 0;
+    n_way_rows_ = layout.n_rows();
+    head_way_ = head_policy_.choose(n_way_rows_, first, later);
+    return head_way_ != HeadPolicy::Way::in_pass;
 }
 
 // Hands the cells of one sequence in positions [from, to) to the parking sequence.
@@ -330,16 +356,70 @@ void DecodeStep::forget() {
     n_past_ = 0;
 }
 
-const float *DecodeStep::logits(std::int32_t row) const {
-    const bool readable = pass_ != nullptr && pass_->serial() == serial_ && pass_->ran();
-    if (!readable || row < 0 || row >= n_logit_rows_) {
+bool DecodeStep::is_readable(std::int32_t row) const {
+    return pass_ != nullptr && pass_->serial() == serial_ && pass_->ran() && row >= 0 && row < n_logit_rows_;
+}
+
+bool DecodeStep::is_waiting(std::int32_t row) const { return is_readable(row) && pass_->is_waiting(root_row_ + row); }
+
+void DecodeStep::check_row(std::int32_t row) const {
+    if (!is_readable(row)) {
         throw std::out_of_range("row " + std::to_string(row) + " is not in the last pass");
+    }
+}
+
+// The end of the rows that a row's logits are computed with.
+std::int32_t DecodeStep::part_end(std::int32_t row) const {
+    if (head_way_ == HeadPolicy::Way::whole) {
+        return pending_.n_rows();
+    }
+    if (row < pending_.n_nodes) {
+        return reads_all_ ? pending_.n_nodes : std::min(pending_.n_nodes, row + HeadPolicy::rows_at_once);
+    }
+    std::int32_t end = row + 1;
+    while (end < pending_.n_rows() && pending_.first_sequence(end) == pending_.first_sequence(row)) {
+        ++end;
+    }
+    return end;
+}
+
+// Logits of the rows [row, end), where they wait.
+void DecodeStep::compute_head(std::int32_t row, std::int32_t end) {
+    const auto start = std::chrono::steady_clock::now();
+    const std::int32_t n = pass_->need(root_row_ + row, end - row);
+    if (n > 0) {
+        const double us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
+        decode_us_ += us;
+        head_us_ += us;
+        n_head_rows_ += n;
+    }
+}
+
+const float *DecodeStep::logits(std::int32_t row) {
+    check_row(row);
+    if (static_cast<std::size_t>(row) < was_read_.size()) {
+        was_read_[static_cast<std::size_t>(row)] = 1;
+    }
+    if (is_waiting(row)) {
+        compute_head(row, part_end(row));
     }
     const float *values = llama_get_logits_ith(ctx_, root_row_ + row);
     if (values == nullptr) {
         throw std::out_of_range("row " + std::to_string(row) + " has no logits");
     }
     return values;
+}
+
+void DecodeStep::need(const std::int32_t *rows, std::size_t n) {
+    for (std::size_t i = 0, end = 0; i < n; i = end) { // each stretch of rows that follow each other
+        end = i + 1;
+        while (end < n && rows[end] == rows[end - 1] + 1) {
+            ++end;
+        }
+        check_row(rows[i]);
+        check_row(rows[end - 1]);
+        compute_head(rows[i], rows[end - 1] + 1);
+    }
 }
 
 std::pair<std::int32_t, std::int32_t> DecodeStep::stored(std::int32_t sequence) const {

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/head_policy.hpp"
 #include "core/tree_layout.hpp"
 #include "llama.h"
 #include "llama/batch_pass.hpp"
@@ -43,6 +44,7 @@ class DecodeStep {
         std::int32_t n_mask_vectors = 0;
         std::int32_t pad_rows = 0;
         InputKind kind = InputKind::embeddings; // of a pass of its own; a shared one knows its kind
+        bool may_defer_head = false;            // of a pass of its own: logits may be computed when they are asked for
     };
     int run(const Input &input);
 
@@ -76,12 +78,21 @@ class DecodeStep {
     // The caller emptied the whole memory.
     void forget();
 
-    const float *logits(std::int32_t row) const; // of the last pass; throws std::out_of_range
+    // Of the last pass; throws std::out_of_range. Where the head was deferred, they are computed now, and with them
+    // those of the rows behind this one that are likely to be asked for next: nodes, or the other masks of an owner.
+    const float *logits(std::int32_t row);
+    // The same for rows that are about to be asked for, in rising order: together they cost less.
+    void need(const std::int32_t *rows, std::size_t n);
+    // Whether the logits of a row of the last pass would be computed now; false for what is no such row.
+    bool is_waiting(std::int32_t row) const;
+    // Rows of the last pass whose logits were computed so far.
+    std::int32_t n_head_rows() const { return n_head_rows_; }
     std::int32_t n_past() const { return n_past_; }
     std::int32_t n_vocab() const { return n_vocab_; }
     std::int32_t n_active() const { return n_active_; }
     std::int64_t n_embd() const { return table_ == nullptr ? 0 : table_->n_embd(); }
-    double decode_us() const { return decode_us_; } // all llama_decode calls so far that this session had rows in
+    // All llama_decode calls so far that this session had rows in, deferred heads included.
+    double decode_us() const { return decode_us_; }
     llama_context *context() const { return ctx_; }
     // Lowest and highest stored position of one of the session's sequences, -1 when empty.
     std::pair<std::int32_t, std::int32_t> stored(std::int32_t sequence) const;
@@ -95,6 +106,11 @@ class DecodeStep {
     void check(const BatchPass &pass, const Input &input) const;
     void park(std::int32_t sequence, std::int32_t from, std::int32_t to) const;
     void park_rows(std::int32_t first_row) const;
+    bool defers_head(const Input &input);
+    bool is_readable(std::int32_t row) const;
+    void check_row(std::int32_t row) const;
+    std::int32_t part_end(std::int32_t row) const;
+    void compute_head(std::int32_t row, std::int32_t end);
 
     llama_context *ctx_;
     llama_memory_t memory_;
@@ -115,12 +131,20 @@ class DecodeStep {
     TreeLayout pending_; // copy of the sequence bookkeeping, so that a layout may go away
 
     // the part in the last pass
-    BatchPass own_;                   // for passes of this session alone
-    const BatchPass *pass_ = nullptr; // whose logits are read
+    BatchPass own_;             // for passes of this session alone
+    BatchPass *pass_ = nullptr; // whose logits are read
     std::uint64_t serial_ = 0;
     std::int32_t n_logit_rows_ = 0;
     std::int32_t n_prefill_ = 0; // trunk rows appended and not settled
     bool appended_ = false;      // a tree was
+
+    HeadPolicy head_policy_;
+    HeadPolicy::Way head_way_ = HeadPolicy::Way::in_pass; // of the last pass of its own
+    std::int32_t n_way_rows_ = 0;                         // its rows
+    double head_us_ = 0.0;                                // what was read of its head took
+    std::vector<char> was_read_;                          // by node of the last pass
+    bool reads_all_ = true;                               // the last pass with drafts had all its nodes read
+    std::int32_t n_head_rows_ = 0;
 };
 
 } // namespace esp
