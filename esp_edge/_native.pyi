@@ -89,7 +89,7 @@ class BatchPass:
     def start(self, by_id: bool) -> None:
         """Forget the rows of the last pass."""
 
-    def decode(self, arg: bool, /) -> int:
+    def decode(self, defer_head: bool = False) -> int:
         """llama_decode's status"""
 
     def clear_memory(self) -> None:
@@ -147,6 +147,11 @@ class DecodeStep:
 
     def settle(self, batch: BatchPass) -> None:
         """Take up the outcome of a shared pass."""
+
+    def defers_head(self) -> bool:
+        """
+        Whether a pass that only this step appended a tree to should be decoded with a deferred head.
+        """
 
     def commit(
         self,

@@ -141,7 +141,7 @@ class Step:
     """
 
     def __init__(self, context: CacheView, impl: str = "efficient", *, defer_head: bool = False) -> None:
-        """``defer_head``: a pass of its own may compute logits when they are asked for, where that costs less."""
+        """``defer_head``: its passes may compute logits when they are asked for, where that costs less."""
         capability = context.model.capability
         self._context = context
         self._n_batch = BATCH_ROWS
@@ -290,6 +290,11 @@ class Step:
         refeed = self._admit(tree)
         self.native.append(batch, self._layout(tree), tree.token_ids, refeed, *self._mask_input(tree), pad_rows)
         self._tree = tree
+
+    @_locked
+    def defers_head(self) -> bool:
+        """Whether a shared pass, to which only this step appended a tree, should compute its logits when asked."""
+        return self._defer_head and bool(self.native.defers_head())
 
     @_locked
     def append_prefill(self, batch: Any, token_ids: Sequence[int]) -> None:

@@ -209,7 +209,8 @@ void bind_pass(nb::module_ &m) {
             "start",
             [](BatchPass &self, bool by_id) { self.start(by_id ? esp::InputKind::ids : esp::InputKind::embeddings); },
             "by_id"_a, "Forget the rows of the last pass.")
-        .def("decode", &BatchPass::decode, nb::call_guard<nb::gil_scoped_release>(), "llama_decode's status")
+        .def("decode", &BatchPass::decode, "defer_head"_a = false, nb::call_guard<nb::gil_scoped_release>(),
+             "llama_decode's status")
         .def(
             "clear_memory", [](BatchPass &self) { llama_memory_clear(llama_get_memory(self.context()), false); },
             "Free every cell of the context; its steps must forget theirs.")
@@ -246,6 +247,8 @@ void bind_step(nb::module_ &m) {
             },
             "batch"_a, "tokens"_a, nb::keep_alive<1, 2>(), "Trunk tokens, as part of a shared pass.")
         .def("settle", &DecodeStep::settle, "batch"_a, "Take up the outcome of a shared pass.")
+        .def("defers_head", &DecodeStep::defers_head,
+             "Whether a pass that only this step appended a tree to should be decoded with a deferred head.")
         .def(
             "commit",
             [](DecodeStep &self, const Ints &path, bool in_order) {

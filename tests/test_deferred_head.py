@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +16,10 @@ from script_modules import load_script
 import esp_edge
 from esp_edge import DraftConfig, GenerationParams, ModelConfig
 from esp_edge._runtime import native
+from esp_edge.engine import Engine
+from esp_edge.engine.cache import Part, SharedCache
 from esp_edge.models.model import TargetModel
-from esp_edge.session import Session
+from esp_edge.session import Chunk, Session
 from esp_edge.step import Step
 from esp_edge.tree import DraftTree, FloatArray
 
@@ -196,33 +198,75 @@ def test_a_pass_that_failed_leaves_nothing_to_read(tiny: Callable[..., Path]) ->
         assert outputs.argmax(0) >= 0
 
 
-def answer(path: Path, config: ModelConfig, draft: DraftConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
-    """The tokens of an answer, and how many rows of its passes had no logits."""
-    saved = 0
+@contextmanager
+def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many rows of each pass that is committed had no logits."""
+    saved: list[int] = []
     commit = Step.commit
 
     def counted(self: Step, path: Sequence[int]) -> None:
-        nonlocal saved
         assert self._tree is not None
-        saved += self._tree.n_rows - self.native.n_head_rows
+        saved.append(self._tree.n_rows - self.native.n_head_rows)
         commit(self, path)
 
-    with monkeypatch.context() as patch, esp_edge.load(str(path), config) as model, Session(model, draft) as session:
+    with monkeypatch.context() as patch:
         patch.setattr(Step, "commit", counted)
-        chunks = list(session.generate("Write a list of ten animals:", GenerationParams(max_tokens=32)))
-    return [token for chunk in chunks for token in chunk.token_ids], saved
+        yield saved
+
+
+def ids(chunks: Iterable[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def answer(path: Path, config: ModelConfig, draft: DraftConfig) -> list[int]:
+    with esp_edge.load(str(path), config) as model, Session(model, draft) as session:
+        return ids(session.generate("Write a list of ten animals:", GenerationParams(max_tokens=32)))
 
 
 @pytest.mark.model
 def test_answers_are_those_of_plain_decoding(quantized: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path = quantized("Q8_0")
-    plain, _ = answer(path, EXACT, DraftConfig("none"), monkeypatch)
+    plain = answer(path, EXACT, DraftConfig("none"))
     for draft in (DraftConfig("esp", block_complexity=60, masks=2), DraftConfig("pld", block_complexity=30)):
-        found, saved = answer(path, EXACT, draft, monkeypatch)
-        assert found == plain
-        assert saved > 0
-        found, saved = answer(path, replace(EXACT, defer_head=False), draft, monkeypatch)
-        assert (found, saved) == (plain, 0)
+        with counting(monkeypatch) as saved:
+            assert answer(path, EXACT, draft) == plain
+        assert sum(saved) > 0
+        with counting(monkeypatch) as saved:
+            assert answer(path, replace(EXACT, defer_head=False), draft) == plain
+        assert sum(saved) == 0
+
+
+def test_an_engine_answers_as_plain_decoding_does(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    params = GenerationParams(max_tokens=24, ignore_eos=True)
+    with esp_edge.load(str(tiny("llama", dtype="Q8_0")), EXACT) as model:
+        with Session(model, DraftConfig("none")) as session:
+            plain = ids(session.generate("the rain in", params))
+        draft = DraftConfig("esp", block_complexity=60, masks=2)
+        with Engine(model, draft=draft, n_slots=2) as engine, counting(monkeypatch) as saved:
+            assert ids(engine.submit("the rain in", params)) == plain
+        assert sum(saved) > 0
+
+
+def test_sessions_that_share_a_pass_read_the_head_once(tiny: Callable[..., Path]) -> None:
+    with TargetModel(str(tiny("llama", dtype="Q8_0")), FAST) as model, closing(SharedCache(model, 2)) as cache:
+        one, other = cache.steps
+        for step in cache.steps:
+            step.prefill(PREFIX)
+        tree = probing(model, 9, 3)
+
+        def run(*parts: Part) -> list[int]:
+            assert cache.run(parts)
+            found = []
+            for part in parts:
+                if part.tree is not None and part.outputs is not None:
+                    found.append(part.step.native.n_head_rows)
+                    part.outputs.argmax(0)
+                    part.step.rollback()
+            return found
+
+        together = [Part(one, tree), Part(other, tree)]
+        assert run(*together) == run(*together) == [36, 36]
+        assert run(Part(other, tree)) == run(Part(one, token_ids=[5, 6, 7]), Part(other, tree)) == [0]
 
 
 def test_the_script_compares_the_two(

@@ -101,7 +101,10 @@ class SharedCache:
         self.n_cells = self._context.n_ctx
         table = model.embeddings
         self._batch = native.BatchPass(_address(self._context), table.native if table else None)
-        self.steps = [Step(_SlotView(self._context, n * self.width, self.width)) for n in range(n_slots)]
+        self.steps = [
+            Step(_SlotView(self._context, n * self.width, self.width), defer_head=model.config.defer_head)
+            for n in range(n_slots)
+        ]
         for step in self.steps:
             step.native.park_in(self._parking)
         self.keeps_prefixes = can_branch and int(llama_cpp.llama_model_n_swa(model.pointer)) == 0
@@ -111,7 +114,7 @@ class SharedCache:
 
     @property
     def last_ms(self) -> float:
-        """Time of the last pass inside llama_decode."""
+        """Time of the last pass: llama_decode, and the part of its output head that was computed afterwards."""
         return float(self._batch.last_us) / 1000.0
 
     @property
@@ -150,7 +153,9 @@ class SharedCache:
             return self._decode(taken, taken[-1].rows + (1 if padded and taken[-1].tree is not None else 0))
 
     def _decode(self, parts: Sequence[Part], last_rows: int) -> bool:
-        status = int(self._batch.decode())
+        trees = [part for part in parts if part.tree is not None]
+        # the heads of several sessions are cheaper together
+        status = int(self._batch.decode(len(trees) == 1 and trees[0].step.defers_head()))
         retry = status != 0 and len(parts) > 1
         for part in parts:
             try:

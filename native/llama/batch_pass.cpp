@@ -108,11 +108,15 @@ std::int32_t BatchPass::need(std::int32_t row, std::int32_t n) {
         --n;
     }
     if (n > 0) {
+        const auto start = std::chrono::steady_clock::now();
         const auto first = output_number(row), count = static_cast<std::size_t>(n);
         const auto at = is_computed_.begin() + static_cast<std::ptrdiff_t>(first);
         head_.compute(static_cast<std::int64_t>(first), n, llama_get_logits_ith(ctx_, row),
                       llama_n_threads_batch(ctx_));
         std::fill_n(at, count, 1);
+        const double us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
+        last_us_ += us;
+        decode_us_ += us;
     }
     return n;
 }

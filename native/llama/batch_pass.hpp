@@ -45,7 +45,7 @@ class BatchPass {
     std::int32_t max_rows() const { return n_batch_; }
     std::uint64_t serial() const { return serial_; } // of the pass; grows with every start
     bool ran() const { return ran_; }                // whether the logits of this pass can be read
-    double decode_us() const { return decode_us_; }  // all llama_decode calls so far, synchronised
+    double decode_us() const { return decode_us_; }  // all passes so far, with what was computed of deferred heads
     double last_us() const { return last_us_; }      // the last one
     const EmbeddingTable *table() const { return table_; }
     llama_context *context() const { return ctx_; }

@@ -1,7 +1,6 @@
 #include "llama/decode_step.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -201,27 +200,23 @@ int DecodeStep::run(const Input &input) {
     }
     own_.start(input.kind);
     append(own_, input);
-    const int status = own_.decode(defers_head(input));
+    const int status = own_.decode(input.may_defer_head && defers_head());
     settle(own_);
     return status;
 }
 
 // Whether a deferred head is expected to cost less, when this pass is read as the last one was: all its nodes, because
 // the drafter learns from them, or the accepted path; and the masks of one owner.
-bool DecodeStep::defers_head(const Input &input) {
-    if (!input.may_defer_head) {
-        return false;
-    }
+bool DecodeStep::defers_head() {
     if (head_way_ != HeadPolicy::Way::in_pass && head_us_ > 0.0) {
         head_policy_.observe(head_way_, n_way_rows_, head_us_);
     }
-    head_way_ = HeadPolicy::Way::in_pass;
+    head_way_ = HeadPolicy::Way::in_pass; // for part_end
     head_us_ = 0.0;
-    const TreeLayout &layout = *input.layout;
-    const std::int32_t n_nodes = layout.n_nodes, n_masks = layout.n_rows() - n_nodes;
+    const std::int32_t n_nodes = pending_.n_nodes;
+    n_way_rows_ = pending_.n_rows();
     const std::int32_t first = reads_all_ ? n_nodes : std::min(n_nodes, HeadPolicy::rows_at_once);
-    const std::int32_t later = n_masks > 0 ? part_end(n_nodes) - n_nodes : 0;
-    n_way_rows_ = layout.n_rows();
+    const std::int32_t later = n_way_rows_ > n_nodes ? part_end(n_nodes) - n_nodes : 0;
     head_way_ = head_policy_.choose(n_way_rows_, first, later);
     return head_way_ != HeadPolicy::Way::in_pass;
 }
@@ -385,14 +380,10 @@ std::int32_t DecodeStep::part_end(std::int32_t row) const {
 
 // Logits of the rows [row, end), where they wait.
 void DecodeStep::compute_head(std::int32_t row, std::int32_t end) {
-    const auto start = std::chrono::steady_clock::now();
-    const std::int32_t n = pass_->need(root_row_ + row, end - row);
-    if (n > 0) {
-        const double us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
-        decode_us_ += us;
-        head_us_ += us;
-        n_head_rows_ += n;
-    }
+    const double before = pass_->last_us();
+    n_head_rows_ += pass_->need(root_row_ + row, end - row);
+    decode_us_ += pass_->last_us() - before;
+    head_us_ += pass_->last_us() - before;
 }
 
 const float *DecodeStep::logits(std::int32_t row) {

@@ -44,7 +44,7 @@ class DecodeStep {
         std::int32_t n_mask_vectors = 0;
         std::int32_t pad_rows = 0;
         InputKind kind = InputKind::embeddings; // of a pass of its own; a shared one knows its kind
-        bool may_defer_head = false;            // of a pass of its own: logits may be computed when they are asked for
+        bool may_defer_head = false;            // of a pass of its own
     };
     int run(const Input &input);
 
@@ -53,6 +53,9 @@ class DecodeStep {
     void append(BatchPass &pass, const Input &input);
     void append_prefill(BatchPass &pass, const std::int32_t *tokens, std::int32_t n);
     void settle(BatchPass &pass);
+
+    // Whether a pass that only this session appended a tree to should be decoded with a deferred head.
+    bool defers_head();
 
     // Keeps the root and the accepted path of the last pass, drops every other row. With in_order, only the part of the
     // path whose rows directly follow the root is kept, so that cells stay in position order. Returns the number of
@@ -106,7 +109,6 @@ class DecodeStep {
     void check(const BatchPass &pass, const Input &input) const;
     void park(std::int32_t sequence, std::int32_t from, std::int32_t to) const;
     void park_rows(std::int32_t first_row) const;
-    bool defers_head(const Input &input);
     bool is_readable(std::int32_t row) const;
     void check_row(std::int32_t row) const;
     std::int32_t part_end(std::int32_t row) const;
@@ -139,7 +141,7 @@ class DecodeStep {
     bool appended_ = false;      // a tree was
 
     HeadPolicy head_policy_;
-    HeadPolicy::Way head_way_ = HeadPolicy::Way::in_pass; // of the last pass of its own
+    HeadPolicy::Way head_way_ = HeadPolicy::Way::in_pass; // of the last pass that asked
     std::int32_t n_way_rows_ = 0;                         // its rows
     double head_us_ = 0.0;                                // what was read of its head took
     std::vector<char> was_read_;                          // by node of the last pass
