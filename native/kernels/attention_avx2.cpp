@@ -14,7 +14,9 @@ struct Avx2Attention {
         __m256 low, high;
     };
 
-    // with values and a weight: at most sixteen registers
+    // with values and a weight, or keys and a query's number: at most sixteen registers
+    using Key = float;
+    static constexpr int groups_a_block = 1;
     template <int n> static constexpr int values_a_pass = n == 1 ? 4 : 1;
 
     static Floats all(float number) { return {_mm256_set1_ps(number), _mm256_set1_ps(number)}; }
@@ -33,18 +35,10 @@ struct Avx2Attention {
     static Floats multiply_add(Floats a, Floats b, Floats c) {
         return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
     }
-    static Floats multiply_subtract(Floats a, Floats b, Floats c) {
-        return {_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)};
-    }
     static Floats larger(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
-    static Floats round(Floats x) { return {_mm256_round_ps(x.low, 8), _mm256_round_ps(x.high, 8)}; }
-    static Floats scale(Floats p, Floats n) { return multiply(p, {power_of_two(n.low), power_of_two(n.high)}); }
-    static Floats zero_below(Floats x, float limit, Floats numbers) {
-        return {zero_below(x.low, limit, numbers.low), zero_below(x.high, limit, numbers.high)};
-    }
+    static Floats scale(Floats p, Floats n) { return {scale(p.low, n.low), scale(p.high, n.high)}; }
 
     static float first(Floats numbers) { return _mm256_cvtss_f32(numbers.low); }
-
     static float largest(Floats numbers) {
         const __m256 eight = _mm256_max_ps(numbers.low, numbers.high);
         const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
@@ -66,9 +60,20 @@ struct Avx2Attention {
         return ~static_cast<unsigned>(_mm_movemask_epi8(_mm_packs_epi16(low, high))) & 0xffffU;
     }
 
-    static void put_places(std::int32_t *to, unsigned bits, std::int32_t base) { put_one_by_one(to, bits, base); }
+    static void store_some(float *to, Floats numbers, unsigned bits) {
+        store_one_by_one<Avx2Attention>(to, numbers, bits);
+    }
 
-    static void load_keys(const std::byte *const *keys, std::size_t offset, float (*to)[16]) {
+    static Floats load_key(const Key *at) { return load(at); }
+
+    static void load_keys(const std::byte *const *keys, int, std::int64_t size, Key (*to)[16]) {
+        for (std::int64_t d = 0; d < size; d += 8) {
+            load_eight(keys, 2 * static_cast<std::size_t>(d), to + d);
+        }
+    }
+
+  private:
+    static void load_eight(const std::byte *const *keys, std::size_t offset, Key (*to)[16]) {
         for (int half = 0; half < 2; ++half) {
             __m128i a[8], b[8];
             for (int i = 0; i < 8; ++i) {
@@ -92,13 +97,9 @@ struct Avx2Attention {
         }
     }
 
-  private:
-    static __m256 power_of_two(__m256 n) {
-        const __m256i exponents = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-        return _mm256_castsi256_ps(_mm256_slli_epi32(exponents, 23));
-    }
-    static __m256 zero_below(__m256 x, float limit, __m256 numbers) {
-        return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_GE_OQ), numbers);
+    static __m256 scale(__m256 p, __m256 n) {
+        return _mm256_castsi256_ps(
+            _mm256_add_epi32(_mm256_castps_si256(p), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
     }
 };
 

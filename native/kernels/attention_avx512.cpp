@@ -1,5 +1,4 @@
-// Attention on AVX-512: sixteen cells side by side for the scores, sixteen
-// numbers of a value vector for the sums.
+// Attention on AVX-512: 64 cells side by side for the scores, sixteen numbers of a value vector for the sums.
 #include "kernels/attention.hpp"
 #include "kernels/tables.hpp"
 
@@ -11,6 +10,9 @@ namespace {
 struct Avx512Attention {
     using Floats = __m512;
 
+    // Sums take 24 registers of 32. Keys stay halves, since storing 64 bytes takes two cycles.
+    using Key = std::uint16_t;
+    static constexpr int groups_a_block = 4;
     template <int n> static constexpr int values_a_pass = 4;
 
     static Floats all(float number) { return _mm512_set1_ps(number); }
@@ -24,12 +26,10 @@ struct Avx512Attention {
     static Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
     static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-    static Floats multiply_subtract(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
     static Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-    static Floats round(Floats x) { return _mm512_roundscale_ps(x, 8); }
-    static Floats scale(Floats p, Floats n) { return _mm512_scalef_ps(p, n); }
-    static Floats zero_below(Floats x, float limit, Floats numbers) {
-        return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GE_OQ), numbers);
+    static Floats scale(Floats p, Floats n) {
+        return _mm512_castsi512_ps(
+            _mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(n), 23)));
     }
 
     static float first(Floats numbers) { return _mm512_cvtss_f32(numbers); }
@@ -41,32 +41,57 @@ struct Avx512Attention {
         return _mm256_cmpneq_epi16_mask(halves, _mm256_set1_epi16(static_cast<short>(0xfc00)));
     }
 
-    // Sixteen are written, whatever they are beyond those that are meant.
-    static void put_places(std::int32_t *to, unsigned bits, std::int32_t base) {
-        const __m512i steps = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m512i places = _mm512_add_epi32(steps, _mm512_set1_epi32(base));
-        _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), places));
+    static void store_some(float *to, Floats numbers, unsigned bits) {
+        store(to, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), numbers));
     }
 
-    static void load_keys(const std::byte *const *keys, std::size_t offset, float (*to)[16]) {
-        const auto piece = [&](std::size_t i) {
-            return _mm_loadu_si128(reinterpret_cast<const __m128i *>(keys[i] + offset));
+    static Floats load_key(const Key *at) {
+        return _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i *>(at)));
+    }
+
+    [[gnu::noinline]] static void load_keys(const std::byte *const *keys, int groups, std::int64_t size,
+                                            Key (*to)[64]) {
+        for (int cell = 0; cell < 16 * groups; cell += 32) {
+            for (std::int64_t d = 0; d < size; d += 16) {
+                load_sixteen(keys + cell, 2 * static_cast<std::size_t>(d), to[d] + cell);
+            }
+        }
+    }
+
+  private:
+    // Numbers of two cells side by side are interleaved, then these pairs are transposed.
+    static void load_sixteen(const std::byte *const *keys, std::size_t offset, Key *to) {
+        const auto two = [&](int i) { // sixteen numbers of a key, and of the eighth after it
+            const auto at = [&](int key) { return reinterpret_cast<const __m256i *>(keys[key] + offset); };
+            return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(at(i))), _mm256_loadu_si256(at(i + 8)),
+                                      1);
         };
-        __m512i a[4];
-        for (std::size_t i = 0; i < 4; ++i) {
-            a[i] = _mm512_castsi128_si512(piece(i));
-            a[i] = _mm512_inserti32x4(a[i], piece(i + 4), 1);
-            a[i] = _mm512_inserti32x4(a[i], piece(i + 8), 2);
-            a[i] = _mm512_inserti32x4(a[i], piece(i + 12), 3);
+        __m512i pairs[2][2][4]; // numbers 0..3 and 8..11, or 4..7 and 12..15, of cells 2 i, 2 i + 8, or these and 16
+        for (int half = 0; half < 2; ++half) {
+            for (int i = 0; i < 4; ++i) {
+                const __m512i even = two(16 * half + 2 * i), odd = two(16 * half + 2 * i + 1);
+                pairs[0][half][i] = _mm512_unpacklo_epi16(even, odd);
+                pairs[1][half][i] = _mm512_unpackhi_epi16(even, odd);
+            }
         }
-        const __m512i t0 = _mm512_unpacklo_epi32(a[0], a[1]), t1 = _mm512_unpackhi_epi32(a[0], a[1]);
-        const __m512i t2 = _mm512_unpacklo_epi32(a[2], a[3]), t3 = _mm512_unpackhi_epi32(a[2], a[3]);
-        const __m512i pairs[4] = {_mm512_unpacklo_epi64(t0, t2), _mm512_unpackhi_epi64(t0, t2),
-                                  _mm512_unpacklo_epi64(t1, t3), _mm512_unpackhi_epi64(t1, t3)};
-        for (int j = 0; j < 4; ++j) {
-            _mm512_store_ps(to[2 * j], _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs[j])));
-            _mm512_store_ps(to[2 * j + 1], _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs[j], 16))));
+        for (int part = 0; part < 2; ++part) {
+            __m512i lanes[2][4];
+            transpose_lanes(pairs[part][0], lanes[0]);
+            transpose_lanes(pairs[part][1], lanes[1]);
+            for (int i = 0; i < 4; ++i) {
+                _mm512_store_si512(to + 64 * (4 * part + i), _mm512_shuffle_i32x4(lanes[0][i], lanes[1][i], 0x88));
+                _mm512_store_si512(to + 64 * (8 + 4 * part + i), _mm512_shuffle_i32x4(lanes[0][i], lanes[1][i], 0xdd));
+            }
         }
+    }
+
+    static void transpose_lanes(const __m512i (&from)[4], __m512i (&to)[4]) {
+        const __m512i t0 = _mm512_unpacklo_epi32(from[0], from[1]), t1 = _mm512_unpackhi_epi32(from[0], from[1]);
+        const __m512i t2 = _mm512_unpacklo_epi32(from[2], from[3]), t3 = _mm512_unpackhi_epi32(from[2], from[3]);
+        to[0] = _mm512_unpacklo_epi64(t0, t2);
+        to[1] = _mm512_unpackhi_epi64(t0, t2);
+        to[2] = _mm512_unpacklo_epi64(t1, t3);
+        to[3] = _mm512_unpackhi_epi64(t1, t3);
     }
 };
 

@@ -10,7 +10,10 @@ namespace {
 struct NeonAttention {
     using Floats = float32x4x4_t;
 
-    template <int n> static constexpr int values_a_pass = n == 1 ? 4 : 1; // with values and a weight: 32 registers
+    // with values and a weight, or keys and a query's number: at most 32 registers
+    using Key = float;
+    static constexpr int groups_a_block = 1;
+    template <int n> static constexpr int values_a_pass = n == 1 ? 4 : 1;
 
     static Floats all(float number) {
         return each([=](int) { return vdupq_n_f32(number); });
@@ -40,25 +43,13 @@ struct NeonAttention {
     static Floats multiply_add(Floats a, Floats b, Floats c) {
         return each([&](int i) { return vfmaq_f32(c.val[i], a.val[i], b.val[i]); });
     }
-    static Floats multiply_subtract(Floats a, Floats b, Floats c) {
-        return each([&](int i) { return vfmsq_f32(c.val[i], a.val[i], b.val[i]); });
-    }
     static Floats larger(Floats a, Floats b) {
         return each([&](int i) { return vmaxq_f32(a.val[i], b.val[i]); });
     }
-    static Floats round(Floats x) {
-        return each([&](int i) { return vrndnq_f32(x.val[i]); });
-    }
     static Floats scale(Floats p, Floats n) {
         return each([&](int i) {
-            const int32x4_t exponents = vaddq_s32(vcvtnq_s32_f32(n.val[i]), vdupq_n_s32(127));
-            return vmulq_f32(p.val[i], vreinterpretq_f32_s32(vshlq_n_s32(exponents, 23)));
-        });
-    }
-    static Floats zero_below(Floats x, float limit, Floats numbers) {
-        return each([&](int i) {
-            const uint32x4_t counts = vcgeq_f32(x.val[i], vdupq_n_f32(limit));
-            return vreinterpretq_f32_u32(vandq_u32(counts, vreinterpretq_u32_f32(numbers.val[i])));
+            const int32x4_t exponents = vshlq_n_s32(vreinterpretq_s32_f32(n.val[i]), 23);
+            return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(p.val[i]), exponents));
         });
     }
 
@@ -82,9 +73,20 @@ struct NeonAttention {
         return vaddv_u8(vget_low_u8(set)) | static_cast<unsigned>(vaddv_u8(vget_high_u8(set))) << 8;
     }
 
-    static void put_places(std::int32_t *to, unsigned bits, std::int32_t base) { put_one_by_one(to, bits, base); }
+    static void store_some(float *to, Floats numbers, unsigned bits) {
+        store_one_by_one<NeonAttention>(to, numbers, bits);
+    }
 
-    static void load_keys(const std::byte *const *keys, std::size_t offset, float (*to)[16]) {
+    static Floats load_key(const Key *at) { return load(at); }
+
+    static void load_keys(const std::byte *const *keys, int, std::int64_t size, Key (*to)[16]) {
+        for (std::int64_t d = 0; d < size; d += 8) {
+            load_eight(keys, 2 * static_cast<std::size_t>(d), to + d);
+        }
+    }
+
+  private:
+    static void load_eight(const std::byte *const *keys, std::size_t offset, Key (*to)[16]) {
         for (int half = 0; half < 2; ++half) {
             uint16x8_t a[8], b[8];
             for (int i = 0; i < 8; ++i) {
@@ -107,7 +109,6 @@ struct NeonAttention {
         }
     }
 
-  private:
     template <typename Part> static Floats each(Part part) { return {{part(0), part(1), part(2), part(3)}}; }
 
     static void widen(uint16x8_t halves, float *to) {
