@@ -63,8 +63,8 @@ class ModelConfig:
         exact: bit-exact decoding on the CPU (docs: exactness).
         kernels: on the CPU, ``fast`` = our own where known to work (docs: performance), ``stock`` = llama.cpp's,
             ``auto`` = the faster ones, measured when a file is first loaded; ``fast`` in exact mode.
-        repack: our kernels keep quantised weights in memory as they want them, which is faster; False = they read the
-            file's pages, which stay shared with other programs and can be dropped when memory is short.
+        repack: our kernels keep weights of less than 32 bits in memory as they want them, which is faster; False = they
+            read the file's pages, which stay shared with other programs and can be dropped when memory is short.
         defer_head: with our kernels, large passes compute the output head only for the rows that are read,
             where that is measured to cost less (docs: performance); False = for every row.
         rpc: llama.cpp RPC servers that take layers, ``HOST:PORT`` joined by commas; "" = none (docs: scale).

@@ -1,9 +1,9 @@
 """Kernels of our own for a model's matrix products and attention on the CPU (``native/kernels``).
 
 They cost little more for a few rows than for one, and give a row the same bits whatever the width of its pass.
-Quantised weights are repacked when a model is loaded, unless the file's own pages are to be used. They hook into ggml's
-CPU backend, so they run only where the library is one they were tried with; everything else computes with llama.cpp's
-own kernels, with one line that says why.
+Weights of less than 32 bits are repacked when a model is loaded, unless the file's own pages are to be used. They hook
+into ggml's CPU backend, so they run only where the library is one they were tried with; everything else computes with
+llama.cpp's own kernels, with one line that says why.
 
 With ``kernels="auto"`` they run where they decode faster, which is measured (:mod:`esp_edge.models.kernel_choice`).
 ``$ESP_EDGE_KERNELS_ISA`` names the best instruction set that may be used, to try the others; who sets it has chosen
@@ -44,7 +44,7 @@ class Kernels:
         failed: ours would suit this model and processor, but not the library: worth telling at every load.
         complete: every matrix of the file has a kernel of ours, so llama.cpp need not repack any.
         types: of the file's matrices.
-        repack: quantised weights are to be kept once more, repacked; the file's pages are then given back.
+        repack: weights of less than 32 bits are to be kept once more, repacked; the file's pages are then given back.
         lookups: names of matrices that are not multiplied with, so never repacked.
         matrices: how many were taken over, by type.
         repacked_bytes: size of the repacked weights.

@@ -68,6 +68,8 @@ struct Avx2 {
 
     // ---- columns
 
+    template <typename F> static void round_patch(const Patch &patch) { round_one_by_one<F, Avx2>(patch); }
+
     static RoundedBlock round_block(const float *x, std::int8_t *values) {
         __m256 parts[4];
         __m256i largest = _mm256_setzero_si256(); // of the bits: like the numbers, and not a number is above all others
@@ -95,7 +97,7 @@ struct Avx2 {
     using Sums = __m256;
 
     static Sums load_sums(const float *sums) { return _mm256_load_ps(sums); }
-    static void store_sums(float *to, Sums sums) { _mm256_store_ps(to, sums); }
+    static void store_sums(float *to, Sums sums) { _mm256_storeu_ps(to, sums); }
 
     template <typename F, int n>
     static void add_block(const Block<Avx2> &block, const Int8Columns::View &at, Sums *total) {

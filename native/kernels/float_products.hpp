@@ -10,6 +10,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 namespace esp::kernels {
@@ -116,8 +117,32 @@ void multiply_float_columns(std::int64_t width, const Matmul &matmul, const std:
     multiply_float_tile<F, Isa, widest>(matmul, prepared, row, end, first);
 }
 
+// Repacked, rows are the same rows: in memory of huge pages, which a file does not have, they are read faster. Those of
+// four bytes a weight are not.
+template <typename F> constexpr bool gains_by_copying = F::weight_bytes == 2;
+
+template <typename F> std::size_t copied_stride(const Matmul &matmul) {
+    return F::weight_bytes * static_cast<std::size_t>(matmul.n_k);
+}
+
+template <typename F> std::size_t copied_size(std::int64_t n_rows, std::int64_t n_k) {
+    return rounded_up<std::size_t>(F::weight_bytes * static_cast<std::size_t>(n_rows * n_k), 64);
+}
+
+template <typename F> void copy_rows(const Matmul &matmul, std::byte *to, std::int64_t begin, std::int64_t end) {
+    const std::size_t stride = copied_stride<F>(matmul);
+    for (auto row = static_cast<std::size_t>(begin); row < static_cast<std::size_t>(end); ++row) {
+        std::memcpy(to + stride * row, matmul.weights + matmul.weight_stride * row, stride);
+    }
+}
+
 template <typename F, typename Isa>
-void multiply_float(const Matmul &matmul, const std::byte *prepared, std::int64_t begin, std::int64_t end) {
+void multiply_float(const Matmul &of, const std::byte *prepared, std::int64_t begin, std::int64_t end) {
+    Matmul matmul = of;
+    if (of.repacked != nullptr) {
+        matmul.weights = of.repacked;
+        matmul.weight_stride = copied_stride<F>(of);
+    }
     for (std::int64_t row = begin; row < end; row += Isa::float_rows) { // the weights of a tile stay in the cache
         for (std::int64_t c = 0; c < matmul.n_columns; c += Isa::float_columns) {
             multiply_float_columns<F, Isa>(matmul.n_columns - c, matmul, prepared, row, end, c);
@@ -141,8 +166,13 @@ void prepare_float(const Matmul &matmul, std::byte *prepared, std::int64_t begin
 }
 
 template <typename F, typename Isa>
-constexpr FormatKernel float_kernel{
-    F::step, float_columns_size<F>, prepare_float<F>, multiply_float<F, Isa>, Isa::float_rows, nullptr, nullptr};
+constexpr FormatKernel float_kernel{F::step,
+                                    float_columns_size<F>,
+                                    prepare_float<F>,
+                                    multiply_float<F, Isa>,
+                                    Isa::float_rows,
+                                    gains_by_copying<F> ? copied_size<F> : nullptr,
+                                    gains_by_copying<F> ? copy_rows<F> : nullptr};
 
 } // namespace
 } // namespace esp::kernels

@@ -63,6 +63,7 @@ TensorMap tensor_map = nullptr;
 std::atomic<std::int64_t> products{0}, attentions{0};
 
 constexpr std::int64_t bytes_at_a_time = 8192; // of weights: some hundred nanoseconds
+constexpr std::ptrdiff_t bytes_fetched = 8192; // of a thread's weights at first, as many as kernels then fetch ahead
 constexpr std::int64_t shared_from = 16;       // columns; fewer are prepared by every thread, which saves a barrier
 
 std::byte *aligned(void *memory) {
@@ -118,6 +119,9 @@ class Products final : public TensorTraits {
         matmul.repacked = repacked;
         std::byte *columns = aligned(params->wdata);
         const std::int64_t n = matmul.n_columns, i = params->ith, threads = params->nth;
+        const std::int64_t group = kernel->row_group, n_groups = (matmul.n_rows + group - 1) / group;
+        const std::int64_t own_begin = n_groups * i / threads, own_end = n_groups * (i + 1) / threads;
+        fetch(matmul, own_begin * group, own_end * group);
         if (n < shared_from) {
             columns += kernel->columns_size(matmul.n_k, n) * static_cast<std::size_t>(i);
             kernel->prepare(matmul, columns, 0, n);
@@ -125,12 +129,10 @@ class Products final : public TensorTraits {
             kernel->prepare(matmul, columns, n * i / threads, n * (i + 1) / threads);
             barrier(params->threadpool);
         }
-        const std::int64_t group = kernel->row_group, n_groups = (matmul.n_rows + group - 1) / group;
         const auto group_bytes = static_cast<std::int64_t>(matmul.weight_stride) * group;
         const std::int64_t least = (bytes_at_a_time + group_bytes - 1) / group_bytes;
-        const std::int64_t own_end = n_groups * (i + 1) / threads;
         shares_of(params->threadpool, threads).run(n_groups, least, i, threads, [&](Share::Groups groups) {
-            const bool is_own = groups.begin >= n_groups * i / threads && groups.end <= own_end;
+            const bool is_own = groups.begin >= own_begin && groups.end <= own_end;
             matmul.fetch_end = (is_own ? own_end : groups.end) * group;
             kernel->multiply(matmul, columns, groups.begin * group, std::min(groups.end * group, matmul.n_rows));
         });
@@ -138,6 +140,20 @@ class Products final : public TensorTraits {
             products.fetch_add(1, std::memory_order_relaxed);
         }
         return true;
+    }
+
+  private:
+    // Brings the first of a thread's repacked rows [begin, end) into the cache while it prepares columns.
+    void fetch(const Matmul &matmul, std::int64_t begin, std::int64_t end) const {
+#ifdef __GNUC__
+        if (repacked != nullptr) {
+            const std::byte *const first = repacked + kernel->repacked_size(begin, matmul.n_k);
+            const std::byte *const last = repacked + kernel->repacked_size(end, matmul.n_k);
+            for (const std::byte *at = first; at < last && at < first + bytes_fetched; at += 64) {
+                __builtin_prefetch(at, 0, 2);
+            }
+        }
+#endif
     }
 };
 

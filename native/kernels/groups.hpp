@@ -45,6 +45,9 @@ template <typename F, typename Isa> class FileRows {
     FileRows(const Matmul &matmul, std::int64_t row)
         : group_(matmul, row), next_(group_.rows[0] + Isa::rows * matmul.weight_stride) {}
 
+    // Blocks that begin() can be called for at once.
+    static std::int64_t longest(std::int64_t) { return blocks_a_chunk; }
+
     // Before units from `first` on are used: collects their half-precision numbers. Reading row by row also brings
     // the chunk into the cache as one stream. (Written in twos and read as vectors, they must not be read back at
     // once.)
@@ -95,12 +98,15 @@ template <typename F, typename Isa> class RepackedRows {
         return group_bytes(n_k) * static_cast<std::size_t>((n_rows + Isa::rows - 1) / Isa::rows);
     }
 
+    static std::int64_t longest(std::int64_t n_blocks) { return n_blocks; }
     void begin(std::int64_t, std::int64_t) const {}
 
+    // A unit's share of the group, numbers and fours together: of those further on, every line is fetched once.
     void prefetch(std::int64_t unit) const {
-        const std::byte *const next = fours_ + unit_bytes * static_cast<std::size_t>(unit) + ahead;
+        constexpr std::size_t part = unit_bytes + 2 * F::n_halves * Isa::rows;
+        const std::byte *const next = halves_ + part * static_cast<std::size_t>(unit) + ahead;
         if (next < fetch_end_) {
-            prefetch_stretch(next, 0, unit_bytes);
+            prefetch_stretch(next, 0, part);
         }
     }
 

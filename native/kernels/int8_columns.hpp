@@ -21,6 +21,10 @@ struct Int8Columns {
         float *scales;
         float *sums;
         std::int32_t *offsets;
+
+        View after(std::int64_t n, std::int64_t n_halves) const {
+            return {values + 32 * n, scales + n, sums + n, offsets + n_halves * n};
+        }
     };
 
     View at(std::int64_t block, std::int64_t column) const {

@@ -83,6 +83,8 @@ struct Neon {
 
     // ---- columns
 
+    template <typename F> static void round_patch(const Patch &patch) { round_one_by_one<F, Neon>(patch); }
+
     static RoundedBlock round_block(const float *x, std::int8_t *values) {
         float32x4_t parts[8];
         float32x4_t largest = vdupq_n_f32(0.0F);

@@ -114,6 +114,7 @@ struct Layout {
     void (*unpack)(const std::uint8_t *unit, Weight *to);
 
     bool is_integer() const { return n_weights > 1; }
+    bool is_repacked() const { return is_integer() || n_bytes == 2; }
     std::size_t row_bytes(std::int64_t n_k) const { return static_cast<std::size_t>(n_k / n_weights) * n_bytes; }
 };
 
@@ -441,6 +442,54 @@ void exact_columns_have_exact_products(const Subject &subject) {
     }
 }
 
+// A column as int8 with a scale for every 32 numbers, multiplied out again.
+Floats rounded_to_int8(const Floats &x) {
+    Floats rounded;
+    for (std::size_t block = 0; block < x.size(); block += 32) {
+        float largest = 0.0F;
+        for (std::size_t k = block; k < block + 32; ++k) {
+            largest = std::max(largest, std::fabs(x[k]));
+        }
+        const float factor = 127.0F / largest, scale = largest / 127.0F;
+        for (std::size_t k = block; k < block + 32; ++k) {
+            rounded.push_back(scale * std::nearbyint(factor * x[k]));
+        }
+    }
+    return rounded;
+}
+
+// To the nearest of 255 numbers, whatever blocks and columns are rounded together.
+void columns_are_rounded_to_int8(const Subject &subject) {
+    const std::int64_t unit = subject.kernel().k_multiple;
+    unsigned seed = 20;
+    for (const std::int64_t columns : {1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 20}) {
+        for (const std::int64_t n_k : {unit, 3 * unit, 512 + unit}) {
+            Problem problem = random_problem(subject.layout, 9, n_k, columns, false, ++seed);
+            const Floats y = product(subject, problem, {1 + columns % 3});
+            problem.x = rounded_to_int8(problem.x);
+            CHECK_SUBJECT(subject, is_close(y, exact_product(subject.layout, problem), rounding),
+                          std::to_string(columns) + " columns, " + std::to_string(n_k));
+        }
+    }
+}
+
+void not_a_number_stays_in_its_column(const Subject &subject) {
+    constexpr std::int64_t n_rows = 19, n_columns = 6;
+    const std::int64_t n_k = 3 * subject.kernel().k_multiple;
+    Problem problem = random_problem(subject.layout, n_rows, n_k, n_columns, false, 7);
+    const Floats before = product(subject, problem);
+    for (const std::int64_t column : {1, 4}) {
+        problem.x[static_cast<std::size_t>(column * n_k + (11 * column) % n_k)] = NAN;
+    }
+    const Floats y = product(subject, problem);
+    bool ok = true;
+    for (std::size_t i = 0; i < y.size(); ++i) {
+        const std::size_t column = i / n_rows;
+        ok = ok && (column == 1 || column == 4 ? std::isnan(y[i]) : std::memcmp(&y[i], &before[i], sizeof y[i]) == 0);
+    }
+    CHECK_SUBJECT(subject, ok, "not a number");
+}
+
 // A row's bits depend neither on how many columns there are, nor on which, nor on rows, strides and threads.
 void widths_and_threads_do_not_matter(const Subject &subject) {
     constexpr std::int64_t n_rows = 83, n_columns = 71;
@@ -475,7 +524,7 @@ void repacked_weights_at_every_width(const Subject &subject) {
     }
 }
 
-// As large as in the file, up to rounding, and a matrix takes whole groups.
+// As large as in the file, up to rounding, and a matrix takes whole groups, where their rows are put side by side.
 void repacked_weights_have_a_size(const Subject &subject) {
     const FormatKernel &kernel = subject.kernel();
     const auto group = static_cast<std::size_t>(kernel.row_group);
@@ -487,7 +536,9 @@ void repacked_weights_have_a_size(const Subject &subject) {
         for (const std::int64_t n_rows :
              {std::int64_t{1}, kernel.row_group, kernel.row_group + 1, 5 * kernel.row_group}) {
             const auto n_groups = (static_cast<std::size_t>(n_rows) + group - 1) / group;
-            CHECK_SUBJECT(subject, kernel.repacked_size(n_rows, n_k) == n_groups * size, "whole groups");
+            const std::size_t rows = static_cast<std::size_t>(n_rows) * subject.layout.row_bytes(n_k);
+            const std::size_t expected = subject.layout.is_integer() ? n_groups * size : (rows + 63) / 64 * 64;
+            CHECK_SUBJECT(subject, kernel.repacked_size(n_rows, n_k) == expected, "the size of a matrix");
         }
     }
 }
@@ -553,10 +604,12 @@ void check_format(const Subject &subject) {
     exact_columns_have_exact_products(subject);
     widths_and_threads_do_not_matter(subject);
     nothing_gives_nothing(subject);
+    not_a_number_stays_in_its_column(subject);
     if (subject.layout.is_integer()) { // any bytes are numbers
+        columns_are_rounded_to_int8(subject);
         extremes_do_not_overflow(subject);
     }
-    CHECK_SUBJECT(subject, (subject.kernel().repack != nullptr) == subject.layout.is_integer(), "what is repacked");
+    CHECK_SUBJECT(subject, (subject.kernel().repack != nullptr) == subject.layout.is_repacked(), "what is repacked");
     if (subject.kernel().repack != nullptr) {
         repacked_weights_at_every_width(subject);
         repacked_weights_have_a_size(subject);
