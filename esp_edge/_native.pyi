@@ -386,17 +386,19 @@ class FusedDrafter:
 
     def observe(
         self,
+        outputs: object,
         tokens: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
         parents: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        path: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        masks: Annotated[NDArray[numpy.int32], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        path: Sequence[int],
         bonus: int,
-        ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
-        logprobs: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
-        mask_ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order="C", device="cpu", writable=False)],
-        mask_logprobs: Annotated[
-            NDArray[numpy.float32], dict(shape=(None, None), order="C", device="cpu", writable=False)
-        ],
-    ) -> None: ...
+        width: int,
+        mask_width: int,
+    ) -> None:
+        """
+        outputs: of the pass; width and mask_width: best tokens read of a node and of a mask
+        """
+
     @property
     def weights(self) -> Annotated[NDArray[numpy.float32], dict(shape=(None,), order="C")]:
         """float32[n_weights], classes of features"""

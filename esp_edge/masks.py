@@ -102,7 +102,7 @@ class MaskVectors:
         Never more rows than the largest owner uses: that keeps shared vectors and one-a-row vectors apart.
         """
         del token_ids, parents
-        most = int(masks.max())
+        most = max(masks.tolist())  # quicker than numpy for the few nodes of a tree
         return self._vectors[:most] if most else None
 
     def learn(self, token_ids: Int32Array, ids: Int32Array, log_probs: FloatArray) -> None:

@@ -546,11 +546,13 @@ _Emitted: TypeAlias = tuple[tuple[int, ...], tuple[bool, ...], tuple[str, ...], 
 def _emitted(tree: DraftTree, verdict: Verdict, outputs: Outputs, n: int, n_top: int | None) -> _Emitted:
     """Ids, accepted, sources and logprobs of a verdict's first ``n`` tokens; token ``i`` was chosen at ``rows[i]``."""
     tokens = verdict.token_ids[:n]
-    rows = (0, *verdict.path)
-    accepted = tuple(i < len(verdict.path) for i in range(n))
-    sources = tuple(tree.sources[verdict.path[i]] if hit and tree.sources else "" for i, hit in enumerate(accepted))
+    hits = verdict.path[:n]
+    rest = n - len(hits)
+    accepted = (True,) * len(hits) + (False,) * rest
+    sources = tuple([tree.sources[node] for node in hits] if tree.sources else [""] * len(hits)) + ("",) * rest
     if n_top is None:
         return tokens, accepted, sources, ()
+    rows = (0, *verdict.path)
     return tokens, accepted, sources, tuple(_logprob(outputs, rows[i], token, n_top) for i, token in enumerate(tokens))
 
 

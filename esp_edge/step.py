@@ -360,7 +360,7 @@ class Step:
             if not 0 < node < tree.n_nodes or tree.parents[node] != parent:
                 raise ConfigError(f"the path {list(path)} does not run through the tree")
             parent = node
-        kept = self.native.commit(np.array(path, np.int32), self.in_order)
+        kept = self.native.commit(np.array(path, np.int32) if path else _NO_TOKENS, self.in_order)
         self.refeed = [int(tree.token_ids[node]) for node in path[kept:]]
         self._tree = None
 

@@ -124,16 +124,17 @@ class DraftTree:
     def depths(self) -> Int32Array:
         """int32[n_nodes], the root has depth 0."""
         if not self._depths:
-            depths = np.zeros(self.n_nodes, np.int32)
-            for i, parent in enumerate(self.parents.tolist()[1:], start=1):
-                depths[i] = depths[parent] + 1
-            self._depths.append(depths)
+            depths = [0]
+            for parent in self.parents.tolist()[1:]:
+                depths.append(depths[parent] + 1)
+            self._depths.append(np.array(depths, np.int32))
         return self._depths[0]
 
     def mask_rows(self, owner: int) -> Int32Array:
         """int32[masks[owner]], row numbers of the masks behind ``owner``."""
-        first = self.n_nodes + int(self.masks[:owner].sum())
-        return np.arange(first, first + int(self.masks[owner]), dtype=np.int32)
+        masks = self.masks.tolist()
+        first = self.n_nodes + sum(masks[:owner])
+        return np.arange(first, first + masks[owner], dtype=np.int32)
 
     def children(self) -> dict[tuple[int, int], int]:
         """Map (parent node, token id) -> child node."""

@@ -34,15 +34,23 @@ def verify(
     Returns:
         The accepted path and the committed tokens; the last one has no cell yet.
     """
-    children = tree.children() if tree.n_nodes > 1 else {}
+    drafted, parents = tree.token_ids.tolist(), tree.parents.tolist()
     node = 0
     path: list[int] = []
     tokens: list[int] = []
     while True:
         token = choose(node, position + len(tokens))
         tokens.append(token)
-        child = children.get((node, token))
+        child = _child(drafted, parents, node, token)
         if child is None or len(tokens) >= limit or is_end(token):
             return Verdict(tuple(path), tuple(tokens))
         path.append(child)
         node = child
+
+
+def _child(drafted: list[int], parents: list[int], node: int, token: int) -> int | None:
+    """The child of a node that carries a token; children come after their parent, so a walk looks at a node once."""
+    for child in range(node + 1, len(parents)):
+        if parents[child] == node and drafted[child] == token:
+            return child
+    return None

@@ -3,11 +3,16 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
+#include <vector>
 
 #include "core/fused_drafter.hpp"
+#include "core/logits.hpp"
+#include "llama/decode_step.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -58,35 +63,83 @@ auto draft(esp::FusedDrafter &self, std::int32_t rows, std::int32_t depth, std::
                           array_of<std::uint8_t>(tree.sources), tree.expected);
 }
 
-void observe(esp::FusedDrafter &self, const Ints &tokens, const Ints &parents, const Ints &path, std::int32_t bonus,
-             const IntRows &ids, const FloatRows &logprobs, const IntRows &mask_ids, const FloatRows &mask_logprobs) {
+// Best next tokens of rows of a pass, [n, width].
+struct Ranks {
+    Ranks(std::size_t n, std::size_t row_width) : width(row_width), ids(n * width), logprobs(n * width) {}
+
+    std::size_t width;
+    std::vector<std::int32_t> ids;
+    std::vector<float> logprobs;
+};
+
+// Of rows first..first+n-1. A compiled step is read in place, other outputs through their method.
+Ranks ranks_of(const nb::object &outputs, std::size_t first, std::size_t n, std::size_t width) {
+    Ranks found(n, width);
+    std::vector<std::int32_t> rows(n);
+    std::iota(rows.begin(), rows.end(), static_cast<std::int32_t>(first));
+    if (nb::isinstance<esp::DecodeStep>(outputs)) {
+        auto &step = nb::cast<esp::DecodeStep &>(outputs);
+        const auto n_vocab = static_cast<std::size_t>(step.n_vocab());
+        require(width <= n_vocab, "a row has no more best next tokens than the vocabulary");
+        if (n > 0 && step.is_waiting(rows.front())) { // others run while a deferred head is computed
+            nb::gil_scoped_release release;
+            step.need(rows.data(), n);
+        }
+        for (std::size_t i = 0; i < n; ++i) {
+            esp::top_k_sketch(step.logits(rows[i]), n_vocab, width, found.ids.data() + i * width,
+                              found.logprobs.data() + i * width);
+        }
+        return found;
+    }
+    const nb::object ranked = outputs.attr("top_k_sketch")(array_of<std::int32_t>(rows), width);
+    const auto [ids, logprobs] = nb::cast<std::tuple<IntRows, FloatRows>>(ranked);
+    require(same_shape(ids, logprobs) && ids.shape(0) == n && ids.shape(1) == width,
+            "best next tokens of every row were asked for, another number was found");
+    std::copy_n(ids.data(), n * width, found.ids.begin());
+    std::copy_n(logprobs.data(), n * width, found.logprobs.begin());
+    return found;
+}
+
+void check_pass(const Ints &tokens, const Ints &parents, const Ints &masks, const std::vector<std::int32_t> &path) {
     const std::size_t n = tokens.shape(0);
-    require(n > 0 && parents.shape(0) == n && ids.shape(0) == n, "a pass needs a parent and best next tokens per node");
-    require(same_shape(ids, logprobs) && same_shape(mask_ids, mask_logprobs), "ids and log-probabilities differ");
-    for (std::size_t i = 1; i < n; ++i) {
-        require(parents(i) >= 0 && parents(i) < static_cast<std::int32_t>(i), "a parent comes before its child");
+    require(n > 0 && parents.shape(0) == n && masks.shape(0) == n, "a pass needs a parent and masks per node");
+    for (std::size_t i = 0; i < n; ++i) {
+        require(i == 0 || (parents(i) >= 0 && parents(i) < static_cast<std::int32_t>(i)),
+                "a parent comes before its child");
+        require(masks(i) >= 0, "a node cannot have a negative number of masks");
     }
     std::int32_t above = 0;
-    for (std::size_t i = 0; i < path.shape(0); ++i) {
-        require(path(i) > 0 && path(i) < static_cast<std::int32_t>(n) &&
-                    parents(static_cast<std::size_t>(path(i))) == above,
+    for (const std::int32_t node : path) {
+        require(node > 0 && node < static_cast<std::int32_t>(n) && parents(static_cast<std::size_t>(node)) == above,
                 "the path does not run through the tree");
-        above = path(i);
+        above = node;
     }
+}
+
+void observe(esp::FusedDrafter &self, const nb::object &outputs, const Ints &tokens, const Ints &parents,
+             const Ints &masks, const std::vector<std::int32_t> &path, std::int32_t bonus, std::size_t width,
+             std::size_t mask_width) {
+    check_pass(tokens, parents, masks, path);
+    const std::size_t n = tokens.shape(0);
+    const auto anchor = static_cast<std::size_t>(path.empty() ? 0 : path.back());
+    const auto first_mask = n + static_cast<std::size_t>(std::accumulate(masks.data(), masks.data() + anchor, 0));
+    const std::size_t n_slots = std::min(static_cast<std::size_t>(masks(anchor)), esp::FusedDrafter::max_slots);
+    const Ranks nodes = ranks_of(outputs, 0, n, width);
+    const Ranks slots = n_slots > 0 ? ranks_of(outputs, first_mask, n_slots, mask_width) : Ranks(0, 0);
     esp::FusedDrafter::Pass pass;
     pass.tokens = tokens.data();
     pass.parents = parents.data();
     pass.n_nodes = n;
     pass.path = path.data();
-    pass.n_path = path.shape(0);
+    pass.n_path = path.size();
     pass.bonus = bonus;
-    pass.ids = ids.data();
-    pass.logprobs = logprobs.data();
-    pass.width = ids.shape(1);
-    pass.mask_ids = mask_ids.data();
-    pass.mask_logprobs = mask_logprobs.data();
-    pass.n_slots = mask_ids.shape(0);
-    pass.mask_width = mask_ids.shape(1);
+    pass.ids = nodes.ids.data();
+    pass.logprobs = nodes.logprobs.data();
+    pass.width = nodes.width;
+    pass.mask_ids = slots.ids.data();
+    pass.mask_logprobs = slots.logprobs.data();
+    pass.n_slots = n_slots;
+    pass.mask_width = slots.width;
     self.observe(pass);
 }
 
@@ -114,8 +167,8 @@ void bind_fused(nb::module_ &m) {
         .def("sampled", &Drafter::sampled, "temperature"_a, "seed"_a)
         .def("draft", &draft, "rows"_a, "depth"_a, "sequences"_a, "masks"_a, "cost"_a, "price"_a, "dense"_a = false,
              "(token_ids, parents, probs, masks, sources, expected tokens)")
-        .def("observe", &observe, "tokens"_a, "parents"_a, "path"_a, "bonus"_a, "ids"_a, "logprobs"_a, "mask_ids"_a,
-             "mask_logprobs"_a)
+        .def("observe", &observe, "outputs"_a, "tokens"_a, "parents"_a, "masks"_a, "path"_a, "bonus"_a, "width"_a,
+             "mask_width"_a, "outputs: of the pass; width and mask_width: best tokens read of a node and of a mask")
         .def_prop_rw(
             "weights", [](Drafter &self) { return array_of<float>(self.model().weights()); },
             [](Drafter &self, const Floats &weights) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from esp_edge.metrics import GenerationStats
 from esp_edge.planner.curve import CostCurve
 from esp_edge.planner.plan import Planner
 from esp_edge.session import Model, Session, load
-from esp_edge.tree import Verdict
+from esp_edge.step import Outputs, Step
+from esp_edge.tree import DraftTree, FloatArray, Int32Array, Verdict
 
 AUTO = DraftConfig("auto")
 FLAT = replace(AUTO, cost="flat", block_complexity=30)
@@ -171,6 +173,51 @@ def test_drafts_that_disappoint_raise_the_price() -> None:
     for _ in range(600):  # nothing is drafted meanwhile: it is forgiven
         drafter.observe(drafter.draft(replace(budget, rows=1)), Nothing(), Verdict((), (7,)))
     assert drafter._price(budget) < 1.05 * first
+
+
+class Recorder:
+    """Outputs that are no compiled step, and what was asked of them."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        self._outputs = outputs
+        self.asked: list[tuple[list[int], int]] = []
+
+    def top_k_sketch(self, rows: Int32Array, k: int) -> tuple[Int32Array, FloatArray]:
+        self.asked.append((rows.tolist(), k))
+        return self._outputs.top_k_sketch(rows, k)
+
+
+def test_a_compiled_step_is_read_as_other_outputs_are(model: Model) -> None:
+    assert model.embeddings is not None
+    vectors = model.embeddings.rows([1, 2, 3])
+    tree = DraftTree.from_lists([7, 8, 9, 5], [-1, 0, 1, 0], masks=[1, 2, 3, 0], mask_vectors=vectors)
+    verdict = Verdict((1, 2), (8, 9, 33))
+    plans = []
+    with closing(model.new_context(64)) as context:
+        step = Step(context)
+        step.prefill(PROMPT[:-1])
+        outputs = step.run(tree)
+        recorder = Recorder(outputs)
+        for seen in (outputs, recorder):
+            drafter = FusedDrafter(FLAT, 100, None)
+            drafter.begin(PROMPT)
+            drafter.observe(tree, seen, verdict)
+            plan = drafter.draft(Budget(30, 10, 30))
+            plans.append((plan.token_ids.tolist(), plan.probs.tolist(), drafter.core.corrections.tolist()))
+    assert plans[0] == plans[1]
+    assert recorder.asked == [([0, 1, 2, 3], 16), ([7, 8], 48)]  # of the anchor's three masks two are read
+
+
+def test_passes_that_cannot_be_are_not_learned() -> None:
+    drafter = FusedDrafter(FLAT, 100, None)
+    drafter.begin(PROMPT)
+    tree = DraftTree.from_lists([7, 8, 9], [-1, 0, 0])
+    with pytest.raises(ValueError, match="the path does not run through the tree"):
+        drafter.observe(tree, Nothing(), Verdict((1, 2), (8, 9, 7)))
+    fewer = Nothing()
+    fewer.top_k_sketch = lambda rows, k: Nothing().top_k_sketch(rows[1:], k)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="another number was found"):
+        drafter.observe(tree, fewer, Verdict((1,), (8, 7)))
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.5])

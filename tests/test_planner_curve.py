@@ -96,6 +96,18 @@ def test_tables_are_cached_and_cannot_be_written() -> None:
     assert curve.table(0, 300).shape == (301,)
 
 
+def test_a_table_behind_a_pass_knows_what_a_switch_costs_now() -> None:
+    curve = CostCurve({0: {1: 1.0, 8: 8.0}}, switch_ms=0.5)
+    plain, after = curve.table(0, 4), curve.table(0, 4, 2)
+    assert after.tolist() == pytest.approx([0, 1.5, 2, 3.5, 4.5])
+    assert np.shares_memory(after, curve.table(0, 4, 2))
+    assert curve.table(0, 4, 300).tolist() == pytest.approx([0, 1.5, 2.5, 3.5, 4.5])
+    curve.observe(1, 0, 1.01)  # too little for new tables
+    assert np.shares_memory(plain, curve.table(0, 4))
+    assert curve.switch_now > 0.504
+    assert curve.table(0, 4, 2)[1] == pytest.approx(1.0 + curve.switch_now, rel=1e-6)
+
+
 @given(
     st.dictionaries(st.integers(1, 64), st.floats(0.1, 500.0), min_size=1),
     st.dictionaries(st.integers(1, 16), st.floats(0.1, 500.0), min_size=1),

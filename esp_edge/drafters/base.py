@@ -25,6 +25,8 @@ from esp_edge.tree import DraftTree, FloatArray, Verdict
 
 __all__ = ["Budget", "Drafter"]
 
+_FREE: FloatArray = np.empty(0, np.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -41,7 +43,7 @@ class Budget:
     rows: int
     depth: int
     sequences: int
-    cost: FloatArray = field(default_factory=lambda: np.empty(0, np.float32), repr=False, compare=False)
+    cost: FloatArray = field(default_factory=lambda: _FREE, repr=False, compare=False)
     price: float = 0.0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from esp_edge._runtime import native
-from esp_edge.config import FUSED_SOURCES, MAX_BLOCK, DraftConfig
+from esp_edge.config import FUSED_SOURCES, DraftConfig
 from esp_edge.drafters.base import Budget
 from esp_edge.masks import MaskVectors
 from esp_edge.step import Outputs
@@ -33,10 +33,6 @@ TRUST_PRIOR = 6.0  # tokens that the first trust is worth
 FIRST_TRUST = 0.9  # share of its promise that a draft is believed to keep before there is proof
 _VERSION = 2  # of what is stored: raise it when a feature changes
 _NUMBERS_KEPT = ("weights", "corrections")
-_NUMBERS: Int32Array = np.arange(MAX_BLOCK, dtype=np.int32)
-_NO_PATH: Int32Array = np.empty(0, np.int32)
-_NO_IDS: Int32Array = np.empty((0, 1), np.int32)
-_NO_LOGPROBS: FloatArray = np.empty((0, 1), np.float32)
 
 
 @lru_cache(maxsize=1)
@@ -112,7 +108,7 @@ class FusedDrafter:
             rows, budget.depth, budget.sequences, self._k, budget.cost, self._price(budget), self._dense
         )
         self._promised = expected - 1.0
-        vectors = self._masks.for_tree(ids, parents, masks) if self._masks is not None and masks.any() else None
+        vectors = self._masks.for_tree(ids, parents, masks) if self._masks is not None and any(masks.tolist()) else None
         names = tuple(SOURCES[source] for source in sources.tolist())
         return DraftTree(ids, parents, probs, masks, vectors, names)
 
@@ -127,14 +123,8 @@ class FusedDrafter:
 
     def observe(self, tree: DraftTree, outputs: Outputs, verdict: Verdict) -> None:
         """Learn what followed every node, and what the anchor's masks guess."""
-        ids, logprobs = outputs.top_k_sketch(_NUMBERS[: tree.n_nodes], self._row_width)
-        mask_ids, mask_logprobs = _NO_IDS, _NO_LOGPROBS
-        if tree.masks[verdict.anchor]:
-            rows = tree.mask_rows(verdict.anchor)
-            mask_ids, mask_logprobs = outputs.top_k_sketch(rows, self._mask_width)
-        path = np.array(verdict.path, np.int32) if verdict.path else _NO_PATH
-        bonus = verdict.bonus_token
-        self.core.observe(tree.token_ids, tree.parents, path, bonus, ids, logprobs, mask_ids, mask_logprobs)
+        nodes, bonus = (tree.token_ids, tree.parents, tree.masks), verdict.bonus_token
+        self.core.observe(outputs, *nodes, verdict.path, bonus, self._row_width, self._mask_width)
         if self._masks is not None:
             self._masks.commit(verdict.token_ids)
         # fading while nothing is drafted as well: drafts that disappointed are tried again later

@@ -184,6 +184,8 @@ class StopMatcher:
 
     def push(self, text: str) -> str:
         """Text that is safe to show; after a hit nothing more is."""
+        if not self._stops:
+            return text
         if self.hit:
             return ""
         self._held += text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ CONTEXT_STEP = 256  # llama.cpp pads the KV cells that attention walks to this; 
 
 _VERSION = 2
 _Floats = npt.NDArray[np.float64]
-_CACHED_TABLES = 64
+_CACHED_TABLES = 256
 _STALE = 0.01  # relative change of a size's time after which tables are built anew
 _LEAST = 0.5  # of the reference: what a context shorter than every measured one may cost at least
 
@@ -61,13 +62,13 @@ class CostCurve:
         reference = max(self._points.values(), key=len)
         self._sizes = np.array(list(reference), np.int64)
         self._reference = np.array(list(reference.values()), np.float64)
-        self._contexts = np.array(list(self._points), np.float64)
+        self._contexts = [float(context) for context in self._points]
         self._growth = np.stack([self._growth_of(found) for found in self._points.values()])
         if own is not None and len(own) != len(self._sizes):
             raise ConfigError(f"a cost curve of {len(self._sizes)} sizes cannot have {len(own)} corrections")
         self._online = OnlineCost(list(reference), own)
         self._factor = np.exp(self._online.log_factor)
-        self._tables: dict[tuple[int, int], FloatArray] = {}
+        self._tables: dict[tuple[int, int, int], FloatArray] = {}
 
     @classmethod
     def flat(cls, ms: float = 1.0) -> CostCurve:
@@ -84,6 +85,11 @@ class CostCurve:
         """How much slower than measured the machine is now; 1 = as measured."""
         return math.exp(self._online.drift)
 
+    @property
+    def switch_now(self) -> float:
+        """What another number of rows than before costs now, in milliseconds."""
+        return self.switch_ms * self.drift
+
     def ms(self, rows: int, context: int) -> float:
         """Milliseconds of a pass of ``rows`` rows (>= 1, re-fed ones included) after ``context`` tokens."""
         return float(self.table(context, max(rows, 1))[max(rows, 1)])
@@ -92,14 +98,18 @@ class CostCurve:
         """T(rows) / T(1): the tau from which a pass of ``rows`` rows pays."""
         return self.ms(rows, context) / self.ms(1, context)
 
-    def table(self, context: int, n_max: int = MAX_BLOCK) -> FloatArray:
-        """float32[n_max + 1], read-only: milliseconds by rows, 0 for none. The same for :data:`CONTEXT_STEP` tokens."""
-        step, longest = max(context, 0) // CONTEXT_STEP, max(n_max, MAX_BLOCK)
-        found = self._tables.get((step, longest))
+    def table(self, context: int, n_max: int = MAX_BLOCK, last_rows: int = 0) -> FloatArray:
+        """float32[n_max + 1], read-only: milliseconds by rows, 0 for none. The same for :data:`CONTEXT_STEP` tokens.
+
+        Args:
+            last_rows: of the pass before, so that every other number costs the switch as well; 0 = none of them does.
+        """
+        key = max(context, 0) // CONTEXT_STEP, max(n_max, MAX_BLOCK), last_rows if self.switch_ms else 0
+        found = self._tables.get(key)
         if found is None:
             if len(self._tables) >= _CACHED_TABLES:
                 self._tables.clear()
-            found = self._tables[step, longest] = self._build(step * CONTEXT_STEP + CONTEXT_STEP // 2, longest)
+            found = self._tables[key] = self._build(*key)
         return found[: n_max + 1]
 
     def observe(self, rows: int, context: int, ms: float) -> None:
@@ -115,6 +125,8 @@ class CostCurve:
         if np.abs(factor / self._factor - 1.0).max() > _STALE:
             self._factor = factor
             self._tables.clear()
+        else:  # the drift is in the cost of a switch
+            self._tables = {key: table for key, table in self._tables.items() if key[-1] == 0}
 
     # -- storing ---------------------------------------------------------------------------------------------------
 
@@ -162,16 +174,21 @@ class CostCurve:
         """float64[len(sizes)], milliseconds at a context, as measured."""
         if len(self._contexts) == 1:
             return self._reference
-        left = int(np.clip(np.searchsorted(self._contexts, context) - 1, 0, len(self._contexts) - 2))
+        left = max(0, min(bisect_left(self._contexts, context) - 1, len(self._contexts) - 2))
         first, second = self._contexts[left], self._contexts[left + 1]
         part = (context - first) / (second - first)
         growth = self._growth[left] + part * (self._growth[left + 1] - self._growth[left])
         times: _Floats = np.maximum(self._reference + growth, _LEAST * self._reference)
         return times
 
-    def _build(self, context: float, n_max: int) -> FloatArray:
-        knots = isotonic(self._measured(context) * self._factor)
-        table = extend(self._sizes, knots, np.arange(n_max + 1)).astype(np.float32)
+    def _build(self, step: int, n_max: int, last_rows: int) -> FloatArray:
+        if last_rows:
+            switch_ms = np.float32(self.switch_now)
+            table = self.table(step * CONTEXT_STEP, n_max) + switch_ms
+            table[last_rows : last_rows + 1] -= switch_ms
+        else:
+            knots = isotonic(self._measured(step * CONTEXT_STEP + CONTEXT_STEP // 2) * self._factor)
+            table = extend(self._sizes, knots, np.arange(n_max + 1)).astype(np.float32)
         table[0] = 0.0
         table.setflags(write=False)
         return table

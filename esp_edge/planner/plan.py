@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from esp_edge.metrics import GenerationStats
 from esp_edge.planner.curve import CostCurve
 from esp_edge.tree import FloatArray
@@ -56,13 +54,7 @@ class Planner:
         Args:
             shared: several sessions share the pass, so that none of them decides about its size.
         """
-        cost, switch_ms = self.curve.table(context, rows)[1:], 0.0 if shared else self._switch_ms()
-        if not switch_ms:
-            return cost
-        cost = cost + np.float32(switch_ms)
-        if self._last_rows <= rows:
-            cost[self._last_rows - 1] -= np.float32(switch_ms)
-        return cost
+        return self.curve.table(context, rows, 0 if shared else self._last_rows)[1:]
 
     def price(self, context: int) -> float:
         """Tokens that a millisecond is worth now: at least what plain decoding makes of it."""
@@ -74,7 +66,7 @@ class Planner:
 
         The price is kept in the curve's time, not in the clock's, so that a disturbed pass does not change it.
         """
-        switch_ms = self._switch_ms() if rows != self._last_rows else 0.0
+        switch_ms = self.curve.switch_now if self._last_rows not in (0, rows) else 0.0
         self._last_rows = rows
         self._tokens = _MEMORY * self._tokens + tokens
         self._ms = _MEMORY * self._ms + self.curve.ms(rows, context) + switch_ms
@@ -83,10 +75,6 @@ class Planner:
         if self._refine and (looks < _LOOK_FIRST or self._n_passes % _LOOK_EVERY == 0):
             self._n_looks[rows] = looks + 1
             self.curve.observe(rows, context, ms - switch_ms)
-
-    def _switch_ms(self) -> float:
-        """What another number of rows than that of the last pass costs now."""
-        return self.curve.switch_ms * self.curve.drift if self._last_rows else 0.0
 
     def explain(self, stats: GenerationStats, context: int) -> dict[str, Any]:
         """What passes cost around ``context`` tokens, what that saved, and why little was drafted if so; JSON-ready."""

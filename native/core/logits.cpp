@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -22,7 +23,8 @@ namespace esp {
 
 namespace {
 
-constexpr std::size_t block = 64; // compared against the running best at once, so that the loop vectorises
+constexpr std::size_t block = 64;  // compared against the running best at once, so that the loop vectorises
+constexpr std::size_t group = 256; // of blocks, looked at first: fewer maxima to gather from the lanes
 
 constexpr std::size_t lanes = 16; // independent, so that they become vectors
 
@@ -135,6 +137,22 @@ ESP_WIDE double log_sum_exp(const float *logits, std::size_t n) {
     return static_cast<double>(m) + std::log(sum);
 }
 
+// The largest number that at least k entries reach for sure: the k-th largest maximum of a group; -inf where there are
+// fewer groups. Fills maxima, one a group.
+ESP_INLINE float reached_by(const float *logits, std::size_t n, std::size_t k, std::vector<float> &maxima) {
+    maxima.clear();
+    for (std::size_t start = 0; start < n; start += group) {
+        maxima.push_back(block_max(logits + start, std::min(group, n - start)));
+    }
+    if (maxima.size() < k) {
+        return -std::numeric_limits<float>::infinity();
+    }
+    std::vector<float> order = maxima;
+    const auto kth = order.begin() + static_cast<std::ptrdiff_t>(k - 1);
+    std::nth_element(order.begin(), kth, order.end(), std::greater<float>());
+    return *kth;
+}
+
 ESP_WIDE std::size_t top_k(const float *logits, std::size_t n, std::size_t k, std::int32_t *ids, float *values) {
     k = std::min(k, n);
     if (k == 0) {
@@ -144,17 +162,19 @@ ESP_WIDE std::size_t top_k(const float *logits, std::size_t n, std::size_t k, st
     const auto better = [](const Entry &a, const Entry &b) {
         return a.first > b.first || (a.first == b.first && a.second < b.second);
     };
-    std::vector<Entry> heap; // its front is the worst entry kept
+    std::vector<float> maxima;
+    const float least = reached_by(logits, n, k, maxima); // smaller entries are not looked at
+    std::vector<Entry> heap;                              // its front is the worst entry kept
     heap.reserve(k + 1);
     for (std::size_t start = 0; start < n; start += block) {
         const std::size_t end = std::min(start + block, n);
-        if (heap.size() == k && !(block_max(logits + start, end - start) > heap.front().first)) {
-            continue; // an equal value with a higher index loses, so a block without a larger one adds nothing
+        if (maxima[start / group] < least || block_max(logits + start, end - start) < least) {
+            continue;
         }
         for (std::size_t i = start; i < end; ++i) {
             const Entry entry{std::isnan(logits[i]) ? -std::numeric_limits<float>::infinity() : logits[i],
                               static_cast<std::int32_t>(i)};
-            if (heap.size() == k && !better(entry, heap.front())) {
+            if (entry.first < least || (heap.size() == k && !better(entry, heap.front()))) {
                 continue;
             }
             heap.push_back(entry);

@@ -25,16 +25,28 @@ void NgramIndex::clear() {
 void NgramIndex::append(std::int32_t token) {
     text_.push_back(token);
     const auto end = static_cast<std::int32_t>(text_.size());
+    const Keys keys = keys_of(text_.data(), text_.size());
     for (std::size_t i = 0; i < lengths.size(); ++i) {
         earlier_[i].resize(static_cast<std::size_t>(end) + 1, 0);
-        const std::int32_t n = lengths[i];
-        if (n > end) {
+        if (lengths[i] > end) {
             continue;
         }
-        std::int32_t &last = newest_[i][hash_tokens(text_.data() + (end - n), static_cast<std::size_t>(n))];
+        std::int32_t &last = newest_[i].at(keys[i]);
         earlier_[i][static_cast<std::size_t>(end)] = last; // 0 where there is none: nothing ends at 0
         last = end;
     }
+}
+
+NgramIndex::Keys NgramIndex::keys_of(const std::int32_t *tail, std::size_t n) const {
+    Keys keys{};
+    for (std::size_t i = 0; i < lengths.size(); ++i) {
+        const auto gram = static_cast<std::size_t>(lengths[i]);
+        if (gram <= n) {
+            keys[i] = hash_tokens(tail + (n - gram), gram);
+            newest_[i].prefetch(keys[i]);
+        }
+    }
+    return keys;
 }
 
 std::int32_t NgramIndex::match_length(const std::int32_t *tail, std::size_t n, std::int32_t end) const {
@@ -50,18 +62,15 @@ std::int32_t NgramIndex::match_length(const std::int32_t *tail, std::size_t n, s
 void NgramIndex::copies(const std::int32_t *tail, std::size_t n, std::vector<Copy> &out) const {
     out.clear();
     const auto size = static_cast<std::int32_t>(text_.size());
+    const Keys keys = keys_of(tail, n);
     for (std::size_t i = lengths.size(); i-- > 0 && out.size() < max_copies;) {
-        const auto gram = static_cast<std::size_t>(lengths[i]);
-        if (gram > n) {
-            continue;
-        }
-        const auto found = newest_[i].find(hash_tokens(tail + (n - gram), gram));
-        if (found == newest_[i].end()) {
+        const std::int32_t *newest = static_cast<std::size_t>(lengths[i]) <= n ? newest_[i].find(keys[i]) : nullptr;
+        if (newest == nullptr) {
             continue;
         }
         const std::size_t first = out.size(); // copies found with a longer n-gram are settled
         std::int32_t seen = 0;
-        std::int32_t end = found->second;
+        std::int32_t end = *newest;
         for (std::int32_t step = 0; step < max_chain && end > 0;
              ++step, end = earlier_[i][static_cast<std::size_t>(end)]) {
             if (end >= size || text_[static_cast<std::size_t>(end)] < 0) {

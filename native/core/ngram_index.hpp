@@ -4,8 +4,9 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <unordered_map>
 #include <vector>
+
+#include "core/hash_index.hpp"
 
 namespace esp {
 
@@ -39,11 +40,14 @@ class NgramIndex {
     static constexpr std::array<std::int32_t, 5> lengths = {1, 2, 3, 5, 8};
     static constexpr std::int32_t max_chain = 8; // occurrences looked at for one n-gram
 
+    using Keys = std::array<std::uint64_t, lengths.size()>; // of the n-grams that a text ends with
+
+    Keys keys_of(const std::int32_t *tail, std::size_t n) const;
     std::int32_t match_length(const std::int32_t *tail, std::size_t n, std::int32_t end) const;
 
     std::vector<std::int32_t> text_;
-    std::array<std::unordered_map<std::uint64_t, std::int32_t>, lengths.size()> newest_; // n-gram -> end, exclusive
-    std::array<std::vector<std::int32_t>, lengths.size()> earlier_;                      // [end] the one before it
+    std::array<HashIndex<std::int32_t>, lengths.size()> newest_;    // n-gram -> end, exclusive
+    std::array<std::vector<std::int32_t>, lengths.size()> earlier_; // [end] the one before it
 };
 
 // Of a sequence of tokens; n takes part, so that 1-grams and 2-grams do not meet.

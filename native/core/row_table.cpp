@@ -17,32 +17,34 @@ void RowTable::learn(const std::int32_t *tail, std::size_t n, const Row &row) {
     } else {
         rows_[number % capacity] = row;
     }
+    const Keys keys = keys_of(tail, n);
     for (std::size_t k = 1; k <= std::min(n, max_context); ++k) {
-        index_[hash_tokens(tail + (n - k), k)] = number;
+        index_.at(keys[k - 1]) = number;
     }
     if (index_.size() > 2 * max_context * static_cast<std::size_t>(capacity)) {
-        drop_stale();
+        index_.erase_if([this](std::uint32_t row_number) { return n_learned_ - row_number > capacity; });
     }
 }
 
-void RowTable::drop_stale() {
-    for (auto it = index_.begin(); it != index_.end();) {
-        it = n_learned_ - it->second > capacity ? index_.erase(it) : std::next(it);
+RowTable::Keys RowTable::keys_of(const std::int32_t *tail, std::size_t n) const {
+    Keys keys{};
+    for (std::size_t k = 1; k <= std::min(n, max_context); ++k) {
+        keys[k - 1] = hash_tokens(tail + (n - k), k);
+        index_.prefetch(keys[k - 1]);
     }
+    return keys;
 }
 
-const Row *RowTable::at(const std::int32_t *tail, std::size_t n) const {
-    const auto found = index_.find(hash_tokens(tail, n));
-    if (found == index_.end() || n_learned_ - found->second > capacity) {
-        return nullptr;
-    }
-    return &rows_[found->second % capacity];
+const Row *RowTable::at(std::uint64_t key) const {
+    const std::uint32_t *number = index_.find(key);
+    return number == nullptr || n_learned_ - *number > capacity ? nullptr : &rows_[*number % capacity];
 }
 
 RowTable::Found RowTable::find(const std::int32_t *tail, std::size_t n) const {
     Found found;
+    const Keys keys = keys_of(tail, n);
     for (std::size_t k = std::min(n, max_context); k > 0; --k) {
-        const Row *row = at(tail + (n - k), k);
+        const Row *row = at(keys[k - 1]);
         if (row == nullptr) {
             continue;
         }

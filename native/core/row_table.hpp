@@ -4,9 +4,9 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <unordered_map>
 #include <vector>
 
+#include "core/hash_index.hpp"
 #include "core/ngram_index.hpp"
 
 namespace esp {
@@ -24,7 +24,7 @@ struct Row {
 class RowTable {
   public:
     static constexpr std::size_t max_context = 4;
-    static constexpr std::uint32_t capacity = 1U << 14; // the oldest rows give way: 3 MiB with their keys
+    static constexpr std::uint32_t capacity = 1U << 14; // the oldest rows give way: 5 MiB with their keys
 
     void clear();
     // The row after tail[0..n).
@@ -38,12 +38,14 @@ class RowTable {
     Found find(const std::int32_t *tail, std::size_t n) const;
 
   private:
-    const Row *at(const std::int32_t *tail, std::size_t n) const;
-    void drop_stale();
+    using Keys = std::array<std::uint64_t, max_context>; // of the last 1, 2, ... tokens
+
+    Keys keys_of(const std::int32_t *tail, std::size_t n) const;
+    const Row *at(std::uint64_t key) const;
 
     std::vector<Row> rows_; // ring
     std::uint32_t n_learned_ = 0;
-    std::unordered_map<std::uint64_t, std::uint32_t> index_; // context -> number of the row
+    HashIndex<std::uint32_t> index_; // context -> number of the row
 };
 
 } // namespace esp

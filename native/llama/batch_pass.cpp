@@ -35,7 +35,6 @@ void BatchPass::set_token(std::int32_t token) {
     const auto width = static_cast<std::size_t>(table_->n_embd());
     vectors_.resize(vectors_.size() + width);
     table_->row(token, vectors_.data() + (vectors_.size() - width));
-    table_->release();
 }
 
 void BatchPass::set_vector(const float *vector) { vectors_.insert(vectors_.end(), vector, vector + table_->n_embd()); }
@@ -74,6 +73,9 @@ int BatchPass::decode(bool defer_head) {
     batch.n_seq_id = n_sequences_.data();
     batch.seq_id = sequence_ptr_.data();
     batch.logits = output_.data();
+    if (kind_ == InputKind::embeddings) {
+        table_->release(); // once a pass: a call for every row would take longer than reading them
+    }
     const auto start = std::chrono::steady_clock::now();
     std::optional<kernels::DeferredHead::Scope> scope;
     if (defer_head) {

@@ -1,4 +1,5 @@
-// argmax, log_sum_exp and top_k against literal values and slow twins, around the borders of their blocks of 64.
+// argmax, log_sum_exp and top_k against literal values and slow twins, around the borders of their blocks of 64
+// and of the groups of 256 that top_k looks at first.
 
 #include "check.hpp"
 #include "core/logits.hpp"
@@ -14,7 +15,7 @@ namespace {
 
 constexpr float inf = std::numeric_limits<float>::infinity();
 constexpr float nan = std::numeric_limits<float>::quiet_NaN();
-constexpr std::size_t sizes[] = {1, 2, 63, 64, 65, 127, 128, 129, 1000};
+constexpr std::size_t sizes[] = {1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 5000};
 
 using Row = std::vector<float>;
 using Ids = std::vector<std::int32_t>;
@@ -111,6 +112,23 @@ void top_k_equals_a_stable_sort() {
     }
 }
 
+void top_k_of_rows_without_ties() {
+    std::mt19937 rng(3);
+    std::normal_distribution<float> normal(0.0f, 5.0f);
+    for (int i = 0; i < 50; ++i) {
+        Row row(5000);
+        std::generate(row.begin(), row.end(), [&] { return normal(rng); });
+        std::fill_n(row.begin() + 256 * (i % 19), 100, 100.0f + static_cast<float>(i)); // most of the best in one place
+        Ids expected = sorted(row);
+        expected.resize(16);
+        CHECK(top(row, 16).ids == expected);
+        std::fill(row.begin(), row.begin() + 4990, nan);
+        expected = sorted(row);
+        expected.resize(16);
+        CHECK(top(row, 16).ids == expected);
+    }
+}
+
 void log_sum_exp_of_known_rows() {
     CHECK(log_sum_exp({3.0f}) == 3.0);
     CHECK(std::abs(log_sum_exp({0.0f, 0.0f}) - std::log(2.0)) < 1e-12);
@@ -149,6 +167,7 @@ int main() {
     top_k_of_more_than_there_are();
     top_k_ranks_nan_and_minus_infinity_last();
     top_k_equals_a_stable_sort();
+    top_k_of_rows_without_ties();
     log_sum_exp_of_known_rows();
     log_sum_exp_of_odd_rows();
     log_sum_exp_equals_the_sum_in_double();
