@@ -35,7 +35,7 @@ Race = Callable[..., tuple[list[list[float]], list[list[float]], bool]]  # nativ
 
 SIZES = (1, 2, 4, 8)
 _TOKENS = {1: 1.0, 2: 1.35, 4: 1.75, 8: 2.1}  # that a pass commits; typical of SmolLM2 and Spec-Bench
-_KEY, _VERSION = "kernel_choice", 2
+_KEY, _VERSION = "kernel_choice", 3
 _MOST_STORED = 8
 _BUDGET_MS = 600.0  # of timed products; with what stands around them a second for a small model
 _BYTES = 64 << 20  # of weights a side at most: more than caches hold, so that they come from memory as in a pass

@@ -42,7 +42,7 @@ __all__ = [
 Progress = Callable[[int, int], None]
 BUDGET_MS = 1200.0  # of timed passes at the short context; with all others, about 2.5 s
 
-_KEY, _VERSION = "cost_curve", 2
+_KEY, _VERSION = "cost_curve", 3
 _MOST_STORED = 8  # curves of one model file: thread counts, exact mode, ...
 _SIZES = (*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, MAX_EXACT_BLOCK + 3, 96, 128, 192, MAX_BLOCK)
 _NEEDED = (1, 2, 4, 8)  # measured however slow the device is
