@@ -211,6 +211,10 @@ class Generation:
         Raises:
             GrammarError, ConfigError: the grammar or the logit bias leaves no token.
         """
+        with step.lock:  # logits may be computed while they are read, and other threads run meanwhile
+            return self._take(step, outputs)
+
+    def _take(self, step: Step, outputs: Outputs) -> Chunk:
         tree, answer = self.tree, self._answer
         verdict = self._verify(step)
         n_emitted, text = answer.push(verdict.token_ids)
@@ -230,8 +234,7 @@ class Generation:
 
     def _verify(self, step: Step) -> Verdict:
         def choose(row: int, position: int) -> int:
-            with step.lock:
-                token_id = self._sampler.pick(step.native, row, position)
+            token_id = self._sampler.pick(step.native, row, position)
             self._sampler.accept(token_id, generated=True)
             return token_id
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from script_modules import load_script
 import esp_edge
 from esp_edge import DraftConfig, GenerationParams, ModelConfig
 from esp_edge._runtime import native
+from esp_edge.drafters.esp import EspDrafter
 from esp_edge.engine import Engine
 from esp_edge.engine.cache import Part, SharedCache
 from esp_edge.models.model import TargetModel
@@ -267,6 +269,32 @@ def test_sessions_that_share_a_pass_read_the_head_once(tiny: Callable[..., Path]
         together = [Part(one, tree), Part(other, tree)]
         assert run(*together) == run(*together) == [36, 36]
         assert run(Part(other, tree)) == run(Part(one, token_ids=[5, 6, 7]), Part(other, tree)) == [0]
+
+
+def test_the_context_cannot_be_closed_while_logits_are_read(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computing a deferred head lets other threads run, and one of them may want to close the context."""
+    could_close: list[bool] = []
+    draft, path = DraftConfig("esp", block_complexity=60), str(tiny("llama", dtype="Q8_0"))
+    with esp_edge.load(path, EXACT) as model, Session(model, draft) as session:
+        lock, observe = session._step.lock, EspDrafter.observe
+
+        def try_to_close() -> None:
+            could_close.append(lock.acquire(blocking=False))
+            if could_close[-1]:
+                lock.release()
+
+        def closing_meanwhile(self: EspDrafter, *args: Any) -> None:
+            other = threading.Thread(target=try_to_close)
+            other.start()
+            other.join()
+            observe(self, *args)
+
+        monkeypatch.setattr(EspDrafter, "observe", closing_meanwhile)
+        ids(session.generate("the rain in", GenerationParams(max_tokens=8, ignore_eos=True)))
+    assert could_close
+    assert not any(could_close)
 
 
 def test_the_script_compares_the_two(

@@ -51,6 +51,8 @@ class BatchPass {
     llama_context *context() const { return ctx_; }
 
   private:
+    std::size_t output_number(std::int32_t row) const;
+
     llama_context *ctx_;
     const EmbeddingTable *table_;
     std::int32_t n_batch_;
@@ -69,8 +71,6 @@ class BatchPass {
     std::vector<llama_seq_id> sequences_;
     std::vector<std::int32_t> n_sequences_;
     std::vector<llama_seq_id *> sequence_ptr_;
-
-    std::size_t output_number(std::int32_t row) const;
 
     kernels::DeferredHead head_;
     std::vector<char> is_computed_; // by number among the rows with logits; empty where all are
